@@ -38,7 +38,7 @@ class PackedLinear:
 
 def _packs(dtype: torch.dtype) -> bool:
     """True where oneDNN has a packed product for this dtype on this processor."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -138,12 +138,11 @@ def _chunk_attention(
     key = key_cache.index_select(0, pages).view(-1, num_kv_heads, head_dim)[: limit - base]
     value = value_cache.index_select(0, pages).view(-1, num_kv_heads, head_dim)[: limit - base]
     mask = None
-    windowed = window is not None and limit - base > window
-    if start > base or windowed:
+    if start > base or (window is not None and limit - base > window):
         at = torch.arange(start, limit, device=query.device).unsqueeze(1)
         position = torch.arange(base, limit, device=query.device)
         mask = position <= at
-        if windowed:
+        if window is not None:
             mask &= position > at - window
     # [Hk, G, n, D]: a KV head and the query heads it serves; keys broadcast over the group without a copy.
     group = num_heads // num_kv_heads
