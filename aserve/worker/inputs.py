@@ -182,8 +182,8 @@ class SlotState:
 
     def draw_options(self, draws: Sequence[int]) -> DrawOptions:
         """The union of what these slots ask for."""
-        samples, top_k, top_p, min_p = self.host_options[list(draws)].any(axis=0).tolist()
-        return DrawOptions(not samples, top_k, top_p, min_p)
+        used = np.logical_or.reduce(self.host_options[list(draws)], axis=0)
+        return DrawOptions(not used[0], bool(used[1]), bool(used[2]), bool(used[3]))
 
     def blocks_of(self, slot: int, length: int) -> Tensor:
         """The slot's block ids, int64, that hold its first `length` positions."""
@@ -212,8 +212,8 @@ class SlotState:
             )
             for column, value in zip(columns, values, strict=True):
                 column.append(value)
-            for column, number in zip(floats, (params.temperature, params.top_p, params.min_p), strict=True):
-                column.append(number)
+            for numbers, number in zip(floats, (params.temperature, params.top_p, params.min_p), strict=True):
+                numbers.append(number)
             samples = not params.greedy
             self.host_options[update.slot] = (
                 samples,
@@ -269,7 +269,12 @@ class SlotState:
         if plan.decodes:
             longest.append(int(self.host_position[list(plan.decodes)].max()) + 1)
         batch = StepBatch(
-            *tensors[:6],
+            decodes=tensors[0],
+            chunk_tokens=tensors[1],
+            chunk_positions=tensors[2],
+            chunk_token_slots=tensors[3],
+            chunk_slots=tensors[4],
+            chunk_ends=tensors[5],
             query_starts=tensors[6].to(torch.int32),
             draw_rows=tensors[7],
             draw_slots=tensors[8],

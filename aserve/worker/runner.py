@@ -153,12 +153,14 @@ class ModelRunner:
         )
 
     def _make_model(self) -> Model:
-        load_model = self._load_model
-        if load_model is None:
-            from aserve.models.loader import load_model
+        make = self._load_model
+        if make is None:
+            from aserve.models import loader
+
+            make = loader.load_model
         own = self.files.config.get("text_config", self.files.config)
         dtype = memory.resolve_dtype(self.config, own.get("dtype") or own.get("torch_dtype"), self.device)
-        return load_model(
+        return make(
             self.files,
             dtype=dtype,
             device=self.device,
@@ -171,7 +173,7 @@ class ModelRunner:
         """Frees the model and the pools."""
         for name in ("model", "pools", "state", "sampler", "prompt_logprobs"):
             self.__dict__.pop(name, None)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     # one step
@@ -248,7 +250,7 @@ class ModelRunner:
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         return event
 
     def _profile(self) -> None:
