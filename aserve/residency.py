@@ -191,6 +191,8 @@ class Residency:
         held = {block for table, keep in group for block in table.blocks[:keep]}
         if not held or len(held) > self._blocks.num_host_free:
             return False
+        if seats[0].sequence.request.params.prompt_logprobs is not None:
+            return False  # the model thread carries what the next chunk's first logprob needs
         if any(seat.shared is not None and seat.shared.leader is not seat for seat in seats):
             return False  # parts of the shared prefix are not computed yet
         num_uncached = sum(not self._blocks.is_cached(block) for block in held)
@@ -198,6 +200,8 @@ class Residency:
 
     def discard(self, request: Request) -> None:
         """Takes a running or swapped request out of both pools; its KV is computed again when it resumes."""
+        if len(request.prompt_logprobs) < len(request.prompt) - 1:
+            request.prompt_logprobs.clear()
         for seat in self._batch.groups.get(request, [])[:]:
             self._batch.remove(seat)
             self._blocks.release(seat.table)

@@ -10,15 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from aserve.batch import Batch, Rank, rank_of
 from aserve.block_manager import BlockManager
-from aserve.config import Preemption
+from aserve.config import EngineConfig, Preemption
 from aserve.errors import AserveError, DeadlineError, RequestFailedError
 from aserve.lazy_heap import LazyHeap
-from aserve.plan import BlockCopy, StepPlan, StepResult
-from aserve.policy import Policy
+from aserve.plan import BlockCopy, StepPlan, StepResult, TokenLogprobs, WorkerInfo
+from aserve.policy import Policy, load_policy
 from aserve.preemption import CostModel
 from aserve.request import FinishReason, Phase, Request, Sequence
 from aserve.residency import Residency
@@ -35,12 +35,13 @@ class SchedulerStats(NamedTuple):
     num_waiting: int
     num_running: int  # sequences
     num_swapped: int
-    num_used_blocks: int
-    num_cached_blocks: int
+    num_blocks: int
+    num_blocks_used: int
+    num_blocks_cached: int
     num_preemptions: int
     num_swaps: int
     num_prompt_tokens: int  # of admitted requests
-    num_cached_tokens: int  # of those, found in the prefix cache
+    num_prefix_hit_tokens: int  # of those, found in the prefix cache
 
 
 class Scheduler:
@@ -78,7 +79,25 @@ class Scheduler:
         self._swap_out: list[BlockCopy] = []  # they go first in the next plan
         self._swapped_out: list[Request] = []
         self._number = 0
-        self._num_preemptions = self._num_swaps = self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._num_preemptions = self._num_swaps = self._num_prompt_tokens = self._num_prefix_hit_tokens = 0
+
+    @classmethod
+    def create(cls, config: EngineConfig, info: WorkerInfo) -> Self:
+        """The scheduler of an engine whose worker has started. Raises ConfigError for a policy that does not load."""
+        return cls(
+            blocks=BlockManager(
+                info.num_gpu_blocks,
+                info.num_cpu_blocks,
+                info.block_size,
+                prefix_caching=config.enable_prefix_caching,
+            ),
+            policy=load_policy(config.policy),
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            depth=config.depth or info.depth,
+            preemption=CostModel(config.preemption, block_size=info.block_size, block_bytes=info.block_bytes),
+        )
 
     # requests in and out
 
@@ -151,12 +170,13 @@ class Scheduler:
             num_waiting=self.num_waiting,
             num_running=self.num_running,
             num_swapped=self.num_swapped,
-            num_used_blocks=self.blocks.num_used,
-            num_cached_blocks=self.blocks.num_cached,
+            num_blocks=self.blocks.num_device_blocks,
+            num_blocks_used=self.blocks.num_used,
+            num_blocks_cached=self.blocks.num_cached,
             num_preemptions=self._num_preemptions,
             num_swaps=self._num_swaps,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
+            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
         )
 
     # one step
@@ -233,7 +253,7 @@ class Scheduler:
         if request.first_scheduled is None:
             request.first_scheduled = now
             self._num_prompt_tokens += len(request.prompt)
-            self._num_cached_tokens += request.num_cached
+            self._num_prefix_hit_tokens += request.num_cached
         for seat in self._batch.groups[request]:
             waits = seat.shared is not None and seat.shared.leader is not seat
             if seat in self._batch.prefilling and not waits and draft.num_tokens < self.max_num_batched_tokens:
@@ -251,7 +271,9 @@ class Scheduler:
         events = self.take_events()
         self._commit_draws(step.decoding, result, 0, events)
         index = len(step.decoding)
-        for row in step.rows:
+        for chunk, row in enumerate(step.rows):
+            if chunk in result.prompt_logprobs and row.seat.active:
+                self._keep_prompt_logprobs(row.seat.sequence.request, result.prompt_logprobs[chunk])
             index = self._commit_row(row, result, index, events, now)
         return events
 
@@ -299,6 +321,11 @@ class Scheduler:
         self._commit_draws(row.drawing, result, index, events)
         return index + len(row.drawing)
 
+    def _keep_prompt_logprobs(self, request: Request, found: list[TokenLogprobs]) -> None:
+        """They come in order; a prompt that is computed again brings them again."""
+        missing = len(request.prompt) - 1 - len(request.prompt_logprobs)
+        request.prompt_logprobs.extend(found[: max(0, missing)])
+
     def fail(self, number: int, slots: tuple[int, ...], error: AserveError, now: float) -> list[Event]:
         """The oldest plan in flight failed. Requests of the culprit `slots`, or all of the step's where those are
         unknown, end with the error; the others are computed again from their committed tokens."""
@@ -340,9 +367,10 @@ class Scheduler:
             while (head := heap.peek()) is not None and head[0] <= now:
                 request = head[1]
                 request.cancel_reason = "deadline"
-                request.error = DeadlineError(
-                    f"the {what} passed {head[0] - request.arrival:.3f} s after the request arrived"
-                )
+                if not any(sequence.output for sequence in request.sequences):
+                    request.error = DeadlineError(
+                        f"the {what} of {head[0] - request.arrival:.3f} s passed before the first token"
+                    )
                 self._end_all(request)
 
     def _end_all(self, request: Request) -> None:

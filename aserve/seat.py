@@ -85,8 +85,15 @@ class Seat:
         request = self.sequence.request
         params = request.params
         tokens = (*request.prompt, *self.output) if params.needs_token_counts else None
-        ends = request.end_token_ids + params.stop_token_ids
-        return SlotUpdate(self.slot, params, request.seed, self.sequence.index, len(request.prompt), ends, tokens)
+        return SlotUpdate(
+            self.slot,
+            params,
+            request.seed,
+            self.sequence.index,
+            len(request.prompt),
+            request.end_token_ids,
+            tokens,
+        )
 
 
 class Row(NamedTuple):
