@@ -67,7 +67,7 @@ class ByteDetokenizer:
 
     def push(self, token_id: int) -> str:
         piece = self._table[token_id]
-        if type(piece) is str:
+        if isinstance(piece, str):
             return self.flush() + piece if self._pending else piece
         data = self._pending + piece
         text, used = codecs.utf_8_decode(data, "replace", False)
@@ -90,7 +90,7 @@ class RunDetokenizer:
 
     def push(self, token_id: int) -> str:
         piece = self._table[token_id]
-        if type(piece) is str:
+        if isinstance(piece, str):
             return self.flush() + piece if self._run else piece
         self._run += piece
         return ""

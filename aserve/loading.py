@@ -30,6 +30,7 @@ class Model:
     name: str
     files: ModelFiles | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)  # SamplingParams the model's authors recommend
+    end_token_ids: tuple[int, ...] = ()
 
 
 def find(config: EngineConfig) -> Model:
@@ -46,7 +47,12 @@ def find(config: EngineConfig) -> Model:
     if files.notice:
         _log.info("%s", files.notice)
     recommended = {name: files.generation_config[name] for name in _SAMPLING if name in files.generation_config}
-    return Model(files.name, files, {name: value for name, value in recommended.items() if value is not None})
+    return Model(
+        files.name,
+        files,
+        {name: value for name, value in recommended.items() if value is not None},
+        tuple(tokenizer.end_ids(files.generation_config, files.config)),
+    )
 
 
 def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
@@ -71,4 +77,5 @@ def make_runner(model: Model, config: EngineConfig) -> Runner:
     from aserve.worker.runner import ModelRunner
 
     assert model.files is not None
-    return ModelRunner(model.files, config)
+    runner: Runner = ModelRunner(model.files, config)
+    return runner

@@ -52,7 +52,8 @@ class Output:
     def finish(self, token_id: int | None, logprobs: TokenLogprobs | None, reason: FinishReason) -> Delta:
         """The last delta. A token that stopped the sequence shows no text, unless stops are to be included."""
         params = self.sequence.request.params
-        text, tokens = "", ()
+        text = ""
+        tokens: tuple[int, ...] = ()
         hidden = reason == "stop" and not params.include_stop_str_in_output
         if token_id is not None:
             tokens = (token_id,)

@@ -163,8 +163,8 @@ class Pipeline:
             self._metrics.num_output_tokens += 1
             if output.num_tokens:
                 self._metrics.inter_token.observe(now - output.last_time)
-            else:
-                self._count_first_token(sequence.request, now)
+            elif sequence.index == 0:  # all choices have their first token in one step
+                self._metrics.first_token.observe(now - sequence.request.arrival)
             output.last_time = now
             if reason is None:
                 delta = output.advance(token_id, logprobs)
@@ -177,12 +177,6 @@ class Pipeline:
         assert reason is not None
         self._end(output, output.finish(token_id, logprobs, reason), now)
 
-    def _count_first_token(self, request: Request, now: float) -> None:
-        if request.first_token is None:
-            request.first_token = now
-        if all(self._outputs[sequence].num_tokens == 0 for sequence in request.sequences if sequence in self._outputs):
-            self._metrics.first_token.observe(now - request.arrival)
-
     def _end(self, output: Output, delta: Delta, now: float) -> None:
         """The last delta of a choice; after a request's last choice, the end of its stream."""
         request = output.sequence.request
@@ -192,10 +186,8 @@ class Pipeline:
         reasons = self._reasons[request]
         reasons.append(reason)
         error = request.error
-        if reason == "deadline" and error is None and not any(sequence.output for sequence in request.sequences):
-            error = DeadlineError("the request's deadline passed before its first token")
-        elif reason == "error" and error is None:
-            error = RequestFailedError("the engine failed this request")
+        if isinstance(error, DeadlineError) and any(sequence.output for sequence in request.sequences):
+            error = None  # the reader keeps what there is, and sees why it ends
         if error is None:
             output.box.push(delta)
         if error is not None or len(reasons) == len(request.sequences):

@@ -168,7 +168,6 @@ class _Fast:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
-        self.id_to_token = tokenizer.id_to_token
 
     def encode(self, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
         if Tokenizer.is_long(len(text)):  # unlike encode, this releases the GIL
@@ -236,7 +235,7 @@ def load(
     else:
         templates = options.get("chat_template")
     file = directory / "tokenizer.json" if path.is_dir() else path
-    ends = _ids((generation_config or {}).get("eos_token_id")) or _ids((config or {}).get("eos_token_id"))
+    ends = end_ids(generation_config or {}, config or {})
     raw = None if file.is_file() else _from_transformers(directory)
     if raw is not None and not hasattr(raw, "backend_tokenizer"):
         own = _ids(raw.eos_token_id)
@@ -264,6 +263,11 @@ def load(
         chat_templates=templates,
         longest_token=_longest_token(tokenizer),
     )
+
+
+def end_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> list[int]:
+    """The ids that end an output, by the model's own files."""
+    return _ids(generation_config.get("eos_token_id")) or _ids(config.get("eos_token_id"))
 
 
 def _read_tokenizer(file: Path) -> Any:

@@ -55,7 +55,9 @@ class ScriptedRunner:
 def threads_end() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), f"{thread.name} is left behind"
 
 
 def failing(number: int, error: Exception) -> Callable[[StepPlan], None]:
@@ -64,6 +66,10 @@ def failing(number: int, error: Exception) -> Callable[[StepPlan], None]:
             raise error
 
     return check
+
+
+def block_on(event: threading.Event) -> None:
+    assert event.wait(30)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -161,12 +167,17 @@ async def test_stop_without_start_is_nothing() -> None:
 
 async def test_a_cancelled_start_still_closes_the_runner(threads_end: None) -> None:
     runner = ScriptedRunner()
-    loading, go_on = threading.Event(), threading.Event()
-    runner.on_load = lambda: (loading.set(), go_on.wait(30), None)[-1]
+    loop = asyncio.get_running_loop()
+    loading, go_on = asyncio.Event(), threading.Event()
+
+    def load() -> None:
+        loop.call_soon_threadsafe(loading.set)
+        go_on.wait(30)
+
+    runner.on_load = load
     executor = ThreadExecutor(runner)
     start = asyncio.ensure_future(executor.start())
-    while not loading.is_set():
-        await asyncio.sleep(0)
+    await loading.wait()
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
@@ -178,7 +189,7 @@ async def test_a_cancelled_start_still_closes_the_runner(threads_end: None) -> N
 async def test_cancelling_stop_leaves_a_hung_step_to_itself(threads_end: None) -> None:
     runner = ScriptedRunner()
     go_on = threading.Event()
-    runner.on_launch = lambda plan: (go_on.wait(30), None)[-1]
+    runner.on_launch = lambda plan: block_on(go_on)
     executor = ThreadExecutor(runner)
     await executor.start()
     result = executor.submit(StepPlan(0))
@@ -194,7 +205,7 @@ async def test_cancelling_stop_leaves_a_hung_step_to_itself(threads_end: None) -
 async def test_an_owner_that_went_away_is_no_error(threads_end: None) -> None:
     runner = ScriptedRunner()
     go_on = threading.Event()
-    runner.on_launch = lambda plan: (go_on.wait(30), None)[-1]
+    runner.on_launch = lambda plan: block_on(go_on)
     executor = ThreadExecutor(runner)
     await executor.start()
     gone, kept = executor.submit(StepPlan(0)), executor.submit(StepPlan(1))
@@ -207,7 +218,7 @@ async def test_an_owner_that_went_away_is_no_error(threads_end: None) -> None:
 def test_a_thread_that_outlives_its_loop_ends_quietly(threads_end: None) -> None:
     runner = ScriptedRunner()
     go_on = threading.Event()
-    runner.on_launch = lambda plan: (go_on.wait(30), None)[-1]
+    runner.on_launch = lambda plan: block_on(go_on)
 
     async def main() -> threading.Thread:
         executor = ThreadExecutor(runner)

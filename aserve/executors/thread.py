@@ -18,6 +18,7 @@ from aserve.errors import EngineDeadError
 from aserve.executors import Runner, StepError
 from aserve.plan import StepPlan, StepResult, WorkerInfo
 
+_DRAIN_SECONDS = 1.0  # how long a dying worker waits for steps it launched before
 _Step = tuple[StepPlan, "asyncio.Future[StepResult]"]
 _Launched = tuple[object, "asyncio.Future[StepResult]"]
 
@@ -62,14 +63,13 @@ class ThreadExecutor:
         return future
 
     async def stop(self) -> None:
-        """Lets submitted plans finish and joins the threads. Cancelling it leaves a hung thread to itself."""
+        """Lets submitted plans finish; returns when the threads end. Cancelling it leaves a hung thread to itself."""
         if self._thread is None:
             return
         if self._dead is None:
             self._dead = RuntimeError("the executor is stopped")
         self._plans.put(None)
-        await self._exited.wait()
-        self._thread.join()  # it has said goodbye: this returns at once
+        await self._exited.wait()  # the last thing it says; joining would block the loop
 
     # --- on the model thread ---
 
@@ -85,6 +85,9 @@ class ThreadExecutor:
             self._post(_settle, loaded, info, None)
             self._launch(runner, ahead=waiter is not None)
         except BaseException as error:
+            if waiter is not None:  # steps launched before are good
+                self._launched.put(None)
+                waiter.join(_DRAIN_SECONDS)
             self._post(self._fail, error)
             self._post(_settle, loaded, None, error)
         finally:
