@@ -133,3 +133,5 @@ class WorkerInfo:
     device: str
     dtype: str
     startup_seconds: float = 0.0
+    max_num_seqs: int = 64  # slots the runner has: the option, or its choice for the device
+    max_num_batched_tokens: int = 512  # tokens a step may compute: the option, or its choice for the device
