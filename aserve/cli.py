@@ -13,10 +13,8 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from aserve.chat_templates import chat_template
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, ConfigError
 
@@ -24,6 +22,7 @@ Add = Callable[["argparse._SubParsersAction[argparse.ArgumentParser]"], None]
 
 _ENGINE_HELP = {
     "tokenizer": "a directory or tokenizer.json to use in place of the model's own",
+    "chat_template": "Jinja file or built-in name, in place of the model's own",
     "skip_tokenizer_init": "token ids in, token ids out",
     "device": "where the model runs",
     "dtype": "of weights, activations and KV",
@@ -48,6 +47,8 @@ _ENGINE_HELP = {
     "depth": "steps in flight (default: 2 on CUDA, 1 on CPU)",
     "step_timeout": "seconds after which a step that has not ended marks the engine dead",
 }
+
+_METAVARS = {"tokenizer": "PATH", "chat_template": "FILE|NAME"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +84,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         elif typing.get_origin(kind) is Literal:
             options["choices"] = typing.get_args(kind)
         else:
-            options.update(type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind])
+            options.update(type=kind, metavar=_METAVARS.get(field.name) or {int: "N", float: "X", str: "NAME"}[kind])
         group.add_argument(flag, **options)
 
 
@@ -99,11 +100,13 @@ def _help(field: dataclasses.Field[Any]) -> str:
     return text if field.default is None else f"{text} (default: {field.default})"
 
 
-def engine_config(args: argparse.Namespace, **changes: Any) -> EngineConfig:
-    """The EngineConfig of parsed flags. Raises ConfigError."""
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig of parsed flags. The demo model is a base model, so it gets a plain template. Raises ConfigError."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
-    return EngineConfig(**{**given, **changes})
+    if given.get("model") is None:
+        given.setdefault("chat_template", "plain")
+    return EngineConfig(**given)
 
 
 # serve
@@ -117,9 +120,6 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks one (default: %(default)s)")
     http.add_argument(
         "--served-model-name", action="append", default=[], metavar="NAME", help="a name clients may use; repeatable"
-    )
-    http.add_argument(
-        "--chat-template", metavar="FILE|NAME", help="Jinja file or built-in name, before the model's own template"
     )
     http.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key clients must send; repeatable")
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="repeatable; * is any")
@@ -148,12 +148,10 @@ def _serve(args: argparse.Namespace) -> int:
     from routes.server import ServerOptions, serve  # here, so that other commands never load a web framework
 
     config = engine_config(args)
-    template = args.chat_template or (None if args.model else "plain")  # the demo model is a base model without one
     options = ServerOptions(
         host=args.host,
         port=args.port,
         served_model_names=tuple(args.served_model_name),
-        chat_template=chat_template(template) if template else None,
         api_keys=tuple(args.api_key),
         cors_origins=tuple(args.cors_origin),
         max_body_bytes=args.max_body_bytes,
@@ -179,7 +177,6 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--top-k", type=int, metavar="N")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="repeatable")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn under the chat template")
-    parser.add_argument("--chat-template", metavar="FILE|NAME", help="Jinja file or built-in name")
     add_engine_flags(parser)
     parser.set_defaults(run=_generate)
 
@@ -190,10 +187,8 @@ def _generate(args: argparse.Namespace) -> int:
     *model, prompt = args.words
     args.model = model[0] if model else None
     config = engine_config(args)
-    template = args.chat_template or (None if args.model else "plain")
-    text = chat_template(template) if template else None
     try:
-        asyncio.run(_generate_async(args, config, prompt, text))
+        asyncio.run(_generate_async(args, config, prompt))
     except KeyboardInterrupt:  # the stream is cancelled and the engine stopped by now
         print(file=sys.stderr)
         return 130
@@ -205,7 +200,7 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _generate_async(args: argparse.Namespace, config: EngineConfig, prompt: str, template: str | None) -> None:
+async def _generate_async(args: argparse.Namespace, config: EngineConfig, prompt: str) -> None:
     from aserve import Engine, SamplingParams
 
     async with Engine(config) as engine:
@@ -213,7 +208,7 @@ async def _generate_async(args: argparse.Namespace, config: EngineConfig, prompt
         given = {name: value for name in names if (value := getattr(args, name)) is not None}
         params = SamplingParams(**{**engine.default_sampling(), **given})
         if args.chat:
-            stream = engine.chat([{"role": "user", "content": prompt}], params, chat_template=template)
+            stream = engine.chat([{"role": "user", "content": prompt}], params)
         else:
             stream = engine.generate(prompt, params)
         async with stream:

@@ -32,7 +32,6 @@ def create_app(
     engine: Engine,
     *,
     served_model_names: Sequence[str] = (),
-    chat_template: str | None = None,
     api_keys: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
@@ -40,12 +39,10 @@ def create_app(
 ) -> Starlette:
     """The application. The engine's own name is served where no names are given.
 
-    `chat_template` is Jinja text that goes before the model's own; `ping_interval` is seconds between comments on an
-    idle stream. A mounted app's lifespan is never run by its host, which must start the engine itself.
+    `ping_interval` is seconds between comments on an idle stream. A mounted app's lifespan is never run by its host, which must start the engine itself.
     """
     options = Options(
         served_model_names=tuple(served_model_names),
-        chat_template=chat_template,
         max_body_bytes=max_body_bytes,
         ping_interval=ping_interval,
     )

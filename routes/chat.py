@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: a conversation in, the assistant's turn out.
 
-app.py mounts it; endpoint.py drives it. The model's chat template makes the prompt, or the server's own
-(`--chat-template`); a model with neither is refused by the engine with a message that says how to give one.
+app.py mounts it; endpoint.py drives it. The engine's chat template makes the prompt; where there is none
+it refuses the request and says how to give one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
             body.conversation(),
             params,
             tools=body.tools if body.tool_choice != "none" else None,
-            chat_template=self.options.chat_template,
             add_generation_prompt=opening,
             continue_final_message=continued,
             chat_template_kwargs=body.chat_template_kwargs,

@@ -25,10 +25,9 @@ from routes.sse import EventStream
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What create_app was told. `chat_template` is a template's text; `ping_interval` in seconds."""
+    """What create_app was told. `ping_interval` in seconds."""
 
     served_model_names: tuple[str, ...]
-    chat_template: str | None = None
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
 

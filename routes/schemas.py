@@ -309,12 +309,16 @@ def parse(body: bytes, kind: type[T]) -> T:
         found = _WHERE.match(message)
         if found is None:
             raise InvalidRequestError(f"the body must be a JSON object: {message}") from None
-        raise InvalidRequestError(f"{found[2]}: {found[1]}", param=found[2] or None) from None
+        raise InvalidRequestError(f"{found[2]}: {_lower(found[1])}", param=found[2] or None) from None
     except msgspec.DecodeError as error:
         param, reason = _blame(body)
         raise InvalidRequestError(reason or f"the body is not valid JSON: {error}", param=param) from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
 
 
 def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:

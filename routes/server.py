@@ -36,7 +36,6 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
-    chat_template: str | None = None
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
@@ -93,12 +92,10 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
         return create_app(
             engine,
             served_model_names=options.served_model_names,
-            chat_template=options.chat_template,
             api_keys=options.api_keys,
             cors_origins=options.cors_origins,
             max_body_bytes=options.max_body_bytes,
             ping_interval=options.ping_interval,
-            manage_engine=False,
         )
     module, _, name = options.app.partition(":")
     try:
