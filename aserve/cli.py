@@ -101,11 +101,9 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The EngineConfig of parsed flags. The demo model is a base model, so it gets a plain template. Raises ConfigError."""
+    """The EngineConfig of parsed flags. Raises ConfigError."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
-    if given.get("model") is None:
-        given.setdefault("chat_template", "plain")
     return EngineConfig(**given)
 
 
@@ -121,11 +119,17 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument(
         "--served-model-name", action="append", default=[], metavar="NAME", help="a name clients may use; repeatable"
     )
-    http.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key clients must send; repeatable")
+    http.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="a key clients must send; repeatable"
+    )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="repeatable; * is any")
     http.add_argument("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="(default: %(default)s)")
     http.add_argument(
-        "--ping-interval", type=float, default=15.0, metavar="S", help="between comments on a stream (default: %(default)s)"
+        "--ping-interval",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="between comments on a stream (default: %(default)s)",
     )
     http.add_argument(
         "--drain-timeout",
@@ -170,7 +174,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "generate", help="continue a prompt on the terminal", description="Continue a prompt on the terminal."
     )
-    parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help="the prompt, after the model if not the demo's")
+    parser.add_argument(
+        "words", nargs="+", metavar="[MODEL] PROMPT", help="the prompt, after the model if not the demo's"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
     parser.add_argument("--top-p", type=float, metavar="X")

@@ -6,7 +6,7 @@ aserve's public names, starts the engine only where it is not running, and insta
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from starlette.applications import Starlette
@@ -39,7 +39,8 @@ def create_app(
 ) -> Starlette:
     """The application. The engine's own name is served where no names are given.
 
-    `ping_interval` is seconds between comments on an idle stream. A mounted app's lifespan is never run by its host, which must start the engine itself.
+    `ping_interval` is seconds between comments on an idle stream. A mounted app's lifespan is never run by its host,
+    which must start the engine itself.
     """
     options = Options(
         served_model_names=tuple(served_model_names),
@@ -59,7 +60,7 @@ def create_app(
             Route("/tokenize", admin.tokenize, methods=["POST"]),
             Route("/detokenize", admin.detokenize, methods=["POST"]),
             Route("/health", admin.health),
-            Route("/ready", admin.ready),
+            Route("/ready", admin.health),
             Route("/version", admin.version),
             Route("/load", admin.load),
             Route("/metrics", admin.metrics),
@@ -89,10 +90,10 @@ def _middleware(engine: Engine, api_keys: Sequence[str], cors_origins: Sequence[
     return stack
 
 
-def _lifespan(engine: Engine):
+def _lifespan(engine: Engine) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if engine.running:
+        if engine.started:  # by the program this app is part of, which also stops it
             yield
             return
         await engine.start()

@@ -24,6 +24,8 @@ class Completions(GenerationEndpoint[CompletionBody]):
 
     async def submit(self, body: CompletionBody, params: SamplingParams, record: Record) -> list[Stream]:
         arguments = body.submit_arguments() | {"label": record.label}
+        if body.add_special_tokens is not None:
+            arguments["add_special_tokens"] = body.add_special_tokens
         return await submit_all(self.engine.submit(prompt, params, **arguments) for prompt in body.prompts())
 
     def frames(self, job: Job[CompletionBody], position: int) -> ChunkFrames:

@@ -23,19 +23,25 @@ from routes.records import Live, Record, abnormal
 from routes.schemas import parse, unknown_fields
 from routes.sse import EventStream
 
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What create_app was told. `ping_interval` in seconds."""
 
-    served_model_names: tuple[str, ...]
+    served_model_names: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
 
-    def check_model(self, name: str | None) -> str:
+    def names(self, engine: Engine) -> tuple[str, ...]:
+        """What clients may call the model: the engine's own name where no other was given."""
+        return self.served_model_names or (engine.name,)
+
+    def check_model(self, engine: Engine, name: str | None) -> str:
         """The name to answer with. Raises NotFoundError for a model that is not served."""
+        names = self.names(engine)
         if name is None:
-            return self.served_model_names[0]
-        if name not in self.served_model_names:
+            return names[0]
+        if name not in names:
             raise NotFoundError(f"the model {name!r} does not exist", param="model", code="model_not_found")
         return name
 
@@ -64,11 +70,12 @@ class GenerationEndpoint(ABC, Generic[B]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with endpoint_errors(scope, receive, send):
+            self.engine.check()
             record: Record = scope["aserve.record"]
             raw = await read_body(scope, receive, self.options.max_body_bytes)
             body: B = parse(raw, self.kind)
             body.check()
-            model = self.options.check_model(body.model)
+            model = self.options.check_model(self.engine, body.model)
             params = body.params(self.engine.default_sampling())
             headers = warning_headers(unknown_fields(raw, self.kind))
             streams = await self.submit(body, params, record)
@@ -83,9 +90,7 @@ class GenerationEndpoint(ABC, Generic[B]):
     def _stream(self, job: Job[B], record: Record, headers: dict[str, str]) -> ASGIApp:
         sources = [(stream, self.frames(job, i)) for i, stream in enumerate(job.streams)]
         closing = sources[-1][1].usage_event if job.body.wants_usage else str
-        return EventStream(
-            sources, record, closing=closing, ping_interval=self.options.ping_interval, headers=headers
-        )
+        return EventStream(sources, record, closing=closing, ping_interval=self.options.ping_interval, headers=headers)
 
     async def _collect(self, job: Job[B], record: Record, receive: Receive, headers: dict[str, str]) -> Response:
         """Awaits every choice, unless the client leaves."""

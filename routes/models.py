@@ -23,12 +23,14 @@ class Models:
 
     async def list(self, request: Request) -> Response:
         """GET /v1/models."""
-        data = [self._card(name) for name in self._options.served_model_names]
+        self._engine.check()
+        data = [self._card(name) for name in self._options.names(self._engine)]
         return json_response({"object": "list", "data": data})
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/models/{id}; an id may hold slashes."""
-        return json_response(self._card(self._options.check_model(request.path_params["id"])))
+        self._engine.check()
+        return json_response(self._card(self._options.check_model(self._engine, request.path_params["id"])))
 
     def _card(self, name: str) -> dict[str, Any]:
         return {

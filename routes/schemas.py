@@ -55,7 +55,6 @@ class Body(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     echo: bool | None = None
     user: str | None = None
     priority: int | None = None
@@ -113,7 +112,6 @@ class Body(msgspec.Struct, kw_only=True):
             "timeout": self.timeout,
             "ttft_timeout": self.ttft_timeout,
             "cache_salt": self.cache_salt,
-            "add_special_tokens": self.add_special_tokens,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -150,6 +148,7 @@ class CompletionBody(Body, kw_only=True):
 
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
     suffix: str | None = None
 
     def check(self) -> None:
@@ -239,9 +238,7 @@ class ChatBody(Body, kw_only=True):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as plain dicts, text parts joined by newlines. Raises InvalidRequestError."""
-        if not self.messages:
-            raise InvalidRequestError("messages must have at least one entry", param="messages")
-        return [_plain(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return conversation(self.messages)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters; max_completion_tokens goes before its old name max_tokens."""
@@ -253,6 +250,13 @@ class ChatBody(Body, kw_only=True):
                 message = error.message.replace("max_tokens", "max_completion_tokens", 1)
                 raise InvalidRequestError(message, param="max_completion_tokens") from None
             raise
+
+
+def conversation(messages: list[Message] | None) -> list[dict[str, Any]]:
+    """The messages as a chat template takes them. Raises InvalidRequestError."""
+    if not messages:
+        raise InvalidRequestError("messages must have at least one entry", param="messages")
+    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:

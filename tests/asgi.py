@@ -43,7 +43,9 @@ class Reply:
     @property
     def complete(self) -> bool:
         """True once the application has said that nothing follows."""
-        return self.started and not self.messages[-1].get("more_body", self.messages[-1]["type"] != "http.response.body")
+        return self.started and not self.messages[-1].get(
+            "more_body", self.messages[-1]["type"] != "http.response.body"
+        )
 
     def json(self) -> Any:
         """The body under a parser that takes no NaN."""
