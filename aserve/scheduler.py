@@ -204,6 +204,8 @@ class Scheduler:
         for request in self._line.returning:
             if not self._has_room(draft):
                 return
+            if request.cancel_reason is not None:
+                continue
             state = self._residency.enter(request, draft)
             if state == "full":
                 return
