@@ -118,15 +118,20 @@ class Stream:
         return self
 
     async def __anext__(self) -> Delta:
-        if not self._ahead:
-            try:
-                if not await self.ready():
-                    raise StopAsyncIteration
-            except asyncio.CancelledError:
-                self._box.cancel()
-                raise
-            self._ahead.extend(self._box.take())
-        return self._ahead.popleft()
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._open is not None:
+            await self.submit()
+        try:
+            if not await self._box.wait():
+                raise StopAsyncIteration
+        except asyncio.CancelledError:
+            self._box.cancel()
+            raise
+        deltas = self._box.take()
+        if len(deltas) > 1:
+            self._ahead.extend(deltas[1:])
+        return deltas[0]
 
     async def submit(self) -> None:
         """Submits the request, if that is still to be done. Raises its refusal."""

@@ -246,21 +246,38 @@ def load(
             special_tokens={name: str(value) for name, value in raw.special_tokens_map.items()},
             chat_templates=templates or raw.chat_template,
         )
-    tokenizer = _read_tokenizer(file) if raw is None else raw.backend_tokenizer
+    return from_backend(
+        _read_tokenizer(file) if raw is None else raw.backend_tokenizer,
+        options=options,
+        eos_token_ids=ends,
+        chat_templates=templates,
+    )
+
+
+def from_backend(
+    tokenizer: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    eos_token_ids: Iterable[int] = (),
+    chat_templates: str | Items[Mapping[str, str]] | None = None,
+) -> Tokenizer:
+    """A tokenizers.Tokenizer, with the `options` of a tokenizer_config.json. It is changed in place."""
+    options = options or {}
     specials = {name: text for name in _SPECIALS if (text := _token_text(options.get(name))) is not None}
     _declare_special(tokenizer, specials)
     _set_post_processor(tokenizer, options, specials)
-    own = [tokenizer.token_to_id(specials[name]) for name in ("eos_token",) if name in specials]
-    bos = tokenizer.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
+    eos, bos = (
+        tokenizer.token_to_id(specials[name]) if name in specials else None for name in ("eos_token", "bos_token")
+    )
     added = tokenizer.get_added_tokens_decoder()
     return Tokenizer(
         _Fast(tokenizer),
-        eos_token_ids=[end for end in own if end is not None] + ends,
+        eos_token_ids=[*([] if eos is None else [eos]), *eos_token_ids],
         bos_token_id=bos,
         special_tokens=specials,
         skip_ids=[token_id for token_id, token in added.items() if token.special],
         style=_part(tokenizer.decoder),
-        chat_templates=templates,
+        chat_templates=chat_templates,
         longest_token=_longest_token(tokenizer),
     )
 
