@@ -7,8 +7,8 @@ padding rows write. Rows are ordered decodes first (one token each), then chunks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class AttentionMeta:
     block_tables: Tensor  # int32 [R, max_blocks]
     max_query_len: int
     max_seq_len: int
+    memo: dict[object, Any] = field(default_factory=dict)  # a backend's own: what it derives once for all layers
 
 
 @dataclass(slots=True)
@@ -34,7 +35,9 @@ class SamplingRows:
 
     A draw's Philox key is `seeds`; its counter is (vocabulary id // 4, output index, choice, 0), its word
     vocabulary id % 4. Order of effects: bias and masks, penalties, (logprobs are of raw logits), temperature, top-k,
-    top-p, min-p, draw by Gumbel-max.
+    top-p, min-p, draw by Gumbel-max. What is kept depends on values alone, never on their order: top-k keeps every
+    logit >= the k-th largest; top-p every one whose strictly larger ones (after top-k, renormalized) sum below top_p;
+    min-p every one whose probability is >= min_p times the largest.
     """
 
     temperature: Tensor  # float32 [S]; 0 is greedy
