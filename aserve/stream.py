@@ -180,6 +180,11 @@ class Stream:
         return self._box.request.prompt if self._box.request is not None else ()
 
     @property
+    def prompt_logprobs(self) -> list[object]:
+        """TokenLogprobs of the prompt from its second token, where asked; there once the first delta is."""
+        return self._box.request.prompt_logprobs if self._box.request is not None else []
+
+    @property
     def usage(self) -> Usage:
         """Tokens so far; final at the end."""
         request = self._box.request

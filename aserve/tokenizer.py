@@ -119,10 +119,6 @@ class Tokenizer:
         """True where chat works without a template from the caller."""
         return chat_template.choose(self._chat_templates) is not None
 
-    def set_chat_template(self, template: str) -> None:
-        """Makes `template` the one that chat uses."""
-        self._chat_templates = template
-
     def warm(self) -> None:
         """Does once what would hold up the first request: imports, and compiling the template."""
         self.encode("")
@@ -219,11 +215,13 @@ def load(
     generation_config: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     template: str | None = None,
+    fallback_template: str | None = None,
 ) -> Tokenizer:
     """The tokenizer at `path`, a tokenizer.json or a directory.
 
-    `template` takes the place of the model's own chat template. End ids are the tokenizer's and those of
-    `generation_config`, or of the model's `config` where that has none. Raises ConfigError.
+    `template` takes the place of its own chat template, `fallback_template` is used where it has none. End ids are
+    the tokenizer's and those of `generation_config`, or of the model's `config` where that has none. Raises
+    ConfigError.
     """
     directory = path if path.is_dir() else path.parent
     options = _read_json(directory / "tokenizer_config.json")
@@ -233,7 +231,7 @@ def load(
     elif side_file.is_file():
         templates = side_file.read_text(encoding="utf-8")
     else:
-        templates = options.get("chat_template")
+        templates = options.get("chat_template") or fallback_template
     file = directory / "tokenizer.json" if path.is_dir() else path
     ends = end_ids(generation_config or {}, config or {})
     raw = None if file.is_file() else _from_transformers(directory)
