@@ -99,9 +99,9 @@ class BlockManager:
         if table.blocks:
             self._tables.add(table)
 
-    def is_shared(self, block: int) -> bool:
-        """True where more than one table owns the device block: copy before writing."""
-        return self._count[block] > 1
+    def num_owners(self, block: int) -> int:
+        """Tables that own the device block: with more than one, copy before writing."""
+        return self._count[block]
 
     def copy_on_write(self, table: BlockTable, index: int) -> BlockCopy:
         """Replaces a shared entry by a block of the table's own; the runner copies the content."""

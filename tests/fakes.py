@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -103,7 +104,7 @@ class FakeRunner:
             self.slots[update.slot] = SlotState(update)
         for delta in plan.blocks:
             table = self.slots[delta.slot].table
-            if delta.start > len(table):
+            if delta.start > len(table) and not self.slots[delta.slot].lost:
                 raise KVError(f"slot {delta.slot}: block table has a hole before entry {delta.start}")
             table[delta.start : delta.start + len(delta.blocks)] = delta.blocks
         self._copy(plan.swap_out, self.device, self.host)
@@ -138,7 +139,7 @@ class FakeRunner:
             seed = params.seed or 0
         eos = () if params.ignore_eos else (self.eos_token_id,)
         ends = frozenset(eos + params.stop_token_ids)
-        update = SlotUpdate(0, params, seed, choice, len(tokens), tuple(ends))
+        update = SlotUpdate(0, params, seed, choice, len(tokens), eos)
         output: list[int] = []
         while len(output) < limit:
             output.append(self._draw(tokens, update))
@@ -233,8 +234,8 @@ class FakeRunner:
         key = b"" if params.greedy else f"{update.seed % 2**64}.{update.choice}".encode()
         digest = blake2b(array("q", context).tobytes(), digest_size=16, key=key).digest()
         chance, pick = int.from_bytes(digest[:8], "big") / 2**64, int.from_bytes(digest[8:], "big")
-        allowed = params.allowed_token_ids or range(self.info.vocab_size)
-        ends = update.end_token_ids
+        allowed: Items[int] = params.allowed_token_ids or range(self.info.vocab_size)
+        ends = update.end_token_ids + params.stop_token_ids
         if len(context) - update.num_prompt_tokens < params.min_tokens:
             allowed = [token for token in allowed if token not in ends]
         elif chance < self.eos_chance and not params.ignore_eos:
