@@ -14,13 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from aserve.executors.thread import ThreadExecutor
-from aserve.tokenizer import load
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from aserve import Engine, EngineConfig, Tokenizer
+from aserve.executors.thread import ThreadExecutor
 from aserve.plan import SlotUpdate
+from aserve.tokenizer import load
 from tests.fakes import FakeRunner
 
 BOS, EOS, END = 1, 2, 3  # END is a second end id, of the generation config
