@@ -122,9 +122,7 @@ class Engine:
         self._off_loop_limit = anyio.CapacityLimiter(_OFF_LOOP_THREADS)
         if self._executor is None:
             self._model = await self._off_loop(partial(loading.find, self.config))
-            from aserve.executors.thread import ThreadExecutor  # here: an engine given an executor needs no other
-
-            self._executor = ThreadExecutor(partial(loading.make_runner, self._model, self.config))
+            self._executor = await self._off_loop(partial(loading.make_executor, self._model, self.config))
         executor = self._executor
         worker = self._loop.create_task(executor.start())
         try:

@@ -76,7 +76,7 @@ LAYERS = (
 # that a program pays for the model's side only where it runs a model.
 LAZY = frozenset(
     {
-        ("aserve.engine", "aserve.executors.thread"),
+        ("aserve.loading", "aserve.executors.thread"),
         ("aserve.loading", "aserve.models.files"),
         ("aserve.loading", "aserve.worker.runner"),
     }
@@ -290,8 +290,8 @@ def test_a_planted_violation_is_found(case: str) -> None:
 ALLOWED = {
     "words use words": ("aserve.plan", "from aserve.request import SamplingParams"),
     "pure uses words": ("aserve.scheduler", "import heapq\nfrom aserve import plan\nfrom .request import Request"),
-    "engine takes its default executor when it starts": (
-        "aserve.engine",
+    "loading takes the default executor when an engine starts": (
+        "aserve.loading",
         "def f():\n    from aserve.executors.thread import ThreadExecutor",
     ),
     "loading names a model's files for type checking": (
