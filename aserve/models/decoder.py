@@ -43,7 +43,8 @@ class Decoder:
         )
         self._config = config
         self._kernels = kernels
-        self._embedding = weights.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        table = "model.embed_tokens.weight"
+        self._embedding = weights.embedding(table, config.vocab_size, config.hidden_size)
         tables = {layer.rope: cos_sin_table(layer.rope, num_positions, weights.device) for layer in config.layers}
         self._layers = [
             Layer(config, layer, tables[layer.rope], f"model.layers.{index}", weights, kernels)
@@ -51,7 +52,7 @@ class Decoder:
         ]
         self._norm = weights.norm("model.norm.weight", config.hidden_size) + config.norm_offset
         if config.tied:
-            head = self._embedding.to(weights.dtype)
+            head = weights.tied_head(table, self._embedding)
         else:
             head = weights.matrix(["lm_head.weight"], [config.vocab_size], config.hidden_size)
         self._head = PackedLinear(head)

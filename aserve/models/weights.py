@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ConfigError
@@ -43,6 +43,10 @@ class Weights(Protocol):
         """A table whose rows are looked up. On the host it is a view of the file, in the file's dtype."""
         ...
 
+    def tied_head(self, name: str, embedding: Tensor) -> Tensor:
+        """The matrix of a head that is the embedding `name`: in the model's dtype, shared where it can be."""
+        ...
+
     def finish(self) -> None:
         """Called when the model is built. Raises ConfigError if the checkpoint holds what no one asked for."""
         ...
@@ -56,16 +60,15 @@ class CheckpointWeights:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self._unused: set[str] = set()
         self._ignored = ignored
-        self._files: dict[str, Any] = {}  # tensor name -> the open file it is in
+        self._paths: dict[str, Path] = {}  # tensor name -> the file it is in
         for path in paths:
             try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except Exception as error:  # safetensors raises its own type and OSError
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    self._paths |= dict.fromkeys(file.keys(), path)
+            except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
-            self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
-        self._unused = set(self._files)
+        self._unused = set(self._paths)
 
     def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
         return self._stacked(names, [(count, columns) for count in rows])
@@ -79,6 +82,11 @@ class CheckpointWeights:
     def embedding(self, name: str, rows: int, columns: int) -> Tensor:
         view = self._view(name, (rows, columns))
         return view if self.device.type == "cpu" else view.to(self.device, self.dtype)
+
+    def tied_head(self, name: str, embedding: Tensor) -> Tensor:
+        if self.device.type != "cpu":
+            return embedding
+        return self.matrix([name], [embedding.shape[0]], embedding.shape[1])  # to be packed: let the file's pages go
 
     def finish(self) -> None:
         left = sorted(name for name in self._unused - self._ignored if not name.endswith(_DERIVED))
@@ -98,11 +106,12 @@ class CheckpointWeights:
         return out
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of the mapped file; its pages are read when it is."""
-        if name not in self._files:
+        """A tensor as a mapping of its file that ends with it: pages are read when it is, and let go after."""
+        if name not in self._paths:
             raise ConfigError(f"the checkpoint lacks {name}, which its config.json asks for", param="model")
         self._unused.discard(name)
-        view: Tensor = self._files[name].get_tensor(name)
+        with safe_open(self._paths[name], framework="pt", device="cpu") as file:
+            view: Tensor = file.get_tensor(name)
         if tuple(view.shape) != shape:
             raise ConfigError(
                 f"{name} has shape {tuple(view.shape)} in the checkpoint and {shape} by its config.json", param="model"
@@ -132,6 +141,9 @@ class DummyWeights:
 
     def embedding(self, name: str, rows: int, columns: int) -> Tensor:
         return self._normal(rows, columns)
+
+    def tied_head(self, name: str, embedding: Tensor) -> Tensor:
+        return embedding
 
     def finish(self) -> None:
         """Random weights have no leftovers."""
