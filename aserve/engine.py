@@ -203,6 +203,11 @@ class Engine:
         """The model's served name."""
         return self._model.name
 
+    @property
+    def started(self) -> bool:
+        """True once `start` was called, whether or not the model is loaded yet."""
+        return self._started
+
     def check(self) -> None:
         """Raises EngineDeadError or OverloadedError when no request can be served."""
         if self._pipeline is not None and self._pipeline.dead is not None:

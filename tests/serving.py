@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,12 +49,15 @@ def write_tokenizer(directory: Path, *, chat_template: str | None = None) -> Non
     (directory / "tokenizer_config.json").write_text(json.dumps(options))
 
 
-@cache
-def tokenizer(chat: bool = True) -> Tokenizer:
-    """The tokenizer, with or without a chat template."""
+def _load(*, chat: bool) -> Tokenizer:
     with TemporaryDirectory() as name:
         write_tokenizer(Path(name), chat_template=TEMPLATE if chat else None)
         return load(Path(name), generation_config={"eos_token_id": [EOS, END]})
+
+
+TOKENIZER = _load(chat=True)  # made at import: reading files inside a test would block its loop
+NO_TEMPLATE = _load(chat=False)
+VOCAB_SIZE = TOKENIZER.vocab_size
 
 
 class EchoRunner(FakeRunner):
@@ -76,14 +78,7 @@ class EchoRunner(FakeRunner):
         return LETTERS[0] if token in masked else token
 
 
-LETTERS = tuple(
-    len(SPECIALS) + sorted(pre_tokenizers.ByteLevel.alphabet()).index(c) for c in "abcdefghijklmnopqrstuvwxyz"
-)
-
-
-def vocab_size() -> int:
-    """Of the tokenizer and the runner."""
-    return tokenizer().vocab_size
+LETTERS = tuple(TOKENIZER.encode("abcdefghijklmnopqrstuvwxyz", False))
 
 
 @asynccontextmanager
@@ -97,8 +92,8 @@ async def serving(
 ) -> AsyncIterator[Engine]:
     """A started engine over the fake model; at the end every block must be free again."""
     runner = runner or EchoRunner(
-        num_gpu_blocks=num_gpu_blocks, block_size=16, max_model_len=max_model_len, vocab_size=vocab_size()
+        num_gpu_blocks=num_gpu_blocks, block_size=16, max_model_len=max_model_len, vocab_size=VOCAB_SIZE
     )
     config = EngineConfig(model="fake", **{"block_size": runner.info.block_size, **options})
-    async with Engine(config, executor=ThreadExecutor(runner), tokenizer=tokenizer(chat)) as engine:
+    async with Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER if chat else NO_TEMPLATE) as engine:
         yield engine

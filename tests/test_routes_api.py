@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from aserve import Engine
 from routes.app import create_app
 from tests.asgi import Reply, call, get, post
-from tests.serving import LETTERS, serving, vocab_size
+from tests.serving import LETTERS, VOCAB_SIZE, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -350,7 +350,7 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
         for path, body in (
             ("/tokenize", {}),
             ("/tokenize", {"prompt": "a", "messages": []}),
-            ("/detokenize", {"tokens": [vocab_size()]}),
+            ("/detokenize", {"tokens": [VOCAB_SIZE]}),
             ("/detokenize", {"tokens": [-1]}),
             ("/detokenize", {}),
             ("/detokenize", {"tokens": [1.5]}),
