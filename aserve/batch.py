@@ -16,13 +16,7 @@ from aserve.policy import Policy
 from aserve.prefix_cache import slice_tokens
 from aserve.request import Request, Sequence
 from aserve.seat import Draft, Row, Seat
-
-Rank = tuple[int, float, int]
-
-
-def rank_of(request: Request) -> Rank:
-    """Order of running requests; victims come from the end: lowest priority, then newest."""
-    return (request.priority, request.arrival, request.id)
+from aserve.waiting import Rank, rank_of
 
 
 class Batch:
@@ -194,6 +188,7 @@ class Batch:
             self._blocks.share(fork.table, seat.table.blocks)
             draft.blocks.append(BlockDelta(fork.slot, 0, tuple(fork.table.blocks)))
             fork.sequence.num_computed = end
+            fork.chain.adopt(seat.chain, end // self._block_size)
         drawing = (seat, *seat.forks)
         shares_tail = bool(seat.forks) and end % self._block_size
         for each in drawing:

@@ -151,6 +151,11 @@ class BlockManager:
         if self.prefix_caching:
             self._cache.publish(block, name)
 
+    def withdraw(self, table: BlockTable) -> None:
+        """Takes back the names of a running table's blocks: their KV is not to be trusted."""
+        for block in table.blocks:
+            self._cache.withdraw(block)
+
     def clear_prefix_cache(self) -> None:
         """Forgets every cached prefix; running sequences keep their blocks."""
         self._free.extend(self._cache.clear())

@@ -7,12 +7,16 @@ is O(log waiting). A request must not wait for ever: each class says how it boun
 
 from __future__ import annotations
 
+import heapq
 import importlib
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 
 from aserve.errors import ConfigError
 from aserve.lazy_heap import LazyHeap
 from aserve.request import Request
+
+MAX_IDLE_TENANTS = 1024
 
 
 class Policy(ABC):
@@ -28,7 +32,7 @@ class Policy(ABC):
 
     @abstractmethod
     def remove(self, request: Request) -> None:
-        """The request was admitted (it was the peeked one), cancelled or has expired."""
+        """The request was admitted, or has ended (then it has a cancel_reason); it may not be waiting here at all."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -42,7 +46,7 @@ class FCFSPolicy(Policy):
     """First come, first served; waiting is bounded by who came before."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Request, None] = {}
+        self._waiting: OrderedDict[Request, None] = OrderedDict()  # a dict would scan the entries taken from its front
 
     def add(self, request: Request) -> None:
         self._waiting[request] = None
@@ -105,13 +109,13 @@ class FairPolicy(Policy):
         self._oldest: LazyHeap[Request] = LazyHeap()
         self._level = 0.0  # `served` of the tenant last admitted
         self._turn = 0
-        self._sweep_at = 1024
+        self._sweep_at = MAX_IDLE_TENANTS
 
     def add(self, request: Request) -> None:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = self._tenants[request.tenant] = _Tenant(self._level)
             self._sweep()
+            tenant = self._tenants[request.tenant] = _Tenant(self._level)
         if not tenant.waiting:
             tenant.served = max(tenant.served, self._level)
         tenant.waiting.push((request.priority, request.arrival, request.id), request)
@@ -164,13 +168,14 @@ class FairPolicy(Policy):
             self._order.push((priority, tenant.served, arrival, number), name)
 
     def _sweep(self) -> None:
-        """Forgets tenants that would return at the present level anyway: memory is bounded by those that matter."""
+        """Bounds the memory of tenants without a request: those served most are remembered, the rest start afresh."""
         if len(self._tenants) < self._sweep_at:
             return
-        self._tenants = {
-            name: tenant for name, tenant in self._tenants.items() if tenant.waiting or tenant.served > self._level
-        }
-        self._sweep_at = 2 * len(self._tenants) + 1024
+        kept = {name: tenant for name, tenant in self._tenants.items() if tenant.waiting}
+        idle = ((name, each) for name, each in self._tenants.items() if not each.waiting and each.served > self._level)
+        kept.update(heapq.nlargest(MAX_IDLE_TENANTS, idle, key=lambda item: item[1].served))
+        self._tenants = kept
+        self._sweep_at = 2 * len(kept) + MAX_IDLE_TENANTS
 
 
 POLICIES: dict[str, type[Policy]] = {"fcfs": FCFSPolicy, "priority": PriorityPolicy, "fair": FairPolicy}

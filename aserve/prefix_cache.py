@@ -45,11 +45,10 @@ class HashChain:
             hashes.append(blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest())
         return hashes
 
-    def fork(self, num_blocks: int) -> HashChain:
-        """A chain that begins with the first `num_blocks` names, as far as they are known."""
-        fork = HashChain(self._root, self._block_size)
-        fork.hashes = self.hashes[:num_blocks]
-        return fork
+    def adopt(self, other: HashChain, num_blocks: int) -> None:
+        """Takes over the names of `num_blocks` blocks that both sequences begin with, as far as `other` knows them."""
+        if len(self.hashes) < num_blocks:
+            self.hashes = other.hashes[:num_blocks]
 
 
 def slice_tokens(prompt: Sequence[int], output: Sequence[int], start: int, end: int) -> tuple[int, ...]:
@@ -106,6 +105,12 @@ class PrefixCache:
         if name not in self._block_of and block not in self._name_of:
             self._block_of[name] = block
             self._name_of[block] = name
+
+    def withdraw(self, block: int) -> None:
+        """A referenced block loses its name, if it has one."""
+        name = self._name_of.pop(block, None)
+        if name is not None:
+            del self._block_of[name]
 
     def rest(self, block: int) -> bool:
         """The last reference is gone. Returns False where the block has no name and so is plainly free."""

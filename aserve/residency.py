@@ -36,12 +36,12 @@ class Residency:
         self._batch = batch
         self._costs = costs
         self._chains: dict[Sequence, HashChain] = {}
-        self._swapped: dict[Request, dict[Sequence, BlockTable]] = {}
+        self.swapped: dict[Request, dict[Sequence, BlockTable]] = {}
 
     @property
     def num_swapped(self) -> int:
         """Requests in the host pool."""
-        return len(self._swapped)
+        return len(self.swapped)
 
     # in
 
@@ -51,7 +51,7 @@ class Residency:
         unfinished = [sequence for sequence in request.sequences if sequence.phase is not Phase.FINISHED]
         if len(unfinished) > self._batch.num_free_slots or any(sequence.num_inflight for sequence in unfinished):
             return "full"
-        if request in self._swapped:
+        if request in self.swapped:
             return "in" if self._swap_in(request, unfinished, draft) else "full"
         places = self._places(request, unfinished)
         if places is None:
@@ -115,7 +115,7 @@ class Residency:
             else:
                 seat.sequence.num_computed = len(place.cached) * self._blocks.block_size
             self._blocks.allocate(seat.table, place.num_blocks - len(seat.table.blocks))
-        if request.num_preemptions == 0:
+        if request.first_scheduled is None:
             request.num_cached = leader.sequence.num_computed
         leader.forks = [self._seat(sequence, BlockTable()) for sequence in self._others(request, places)]
         self._take_in(request, seats, leader.forks, draft)
@@ -128,7 +128,7 @@ class Residency:
 
     def _swap_in(self, request: Request, unfinished: list[Sequence], draft: Draft) -> bool:
         """Seats a swapped request with its KV copied back. False where blocks are short."""
-        tables = self._swapped[request]
+        tables = self.swapped[request]
         size = self._blocks.block_size
         group = [(tables[sequence], sequence.num_computed // size) for sequence in unfinished]
         fresh = not unfinished[0].output
@@ -136,7 +136,7 @@ class Residency:
         more = [length - len(tables[each].blocks) for length, each in zip(lengths, unfinished, strict=False)]
         if self._blocks.num_swap_in(group) + sum(more) + self._num_spare > self._blocks.num_free:
             return False
-        del self._swapped[request]
+        del self.swapped[request]
         draft.swap_in.extend(self._blocks.swap_in(group))
         seats = [self._seat(sequence, tables[sequence]) for sequence in unfinished]
         for seat, count in zip(seats, more, strict=False):
@@ -160,13 +160,8 @@ class Residency:
     def _chain(self, sequence: Sequence) -> HashChain:
         chain = self._chains.get(sequence)
         if chain is None:
-            request = sequence.request
-            leader = self._chains.get(request.sequences[0])
-            if leader is not None:
-                chain = leader.fork(len(request.prompt) // self._blocks.block_size)
-            else:
-                chain = HashChain(root_hash(salt=request.cache_salt), self._blocks.block_size)
-            self._chains[sequence] = chain
+            root = root_hash(salt=sequence.request.cache_salt)
+            chain = self._chains[sequence] = HashChain(root, self._blocks.block_size)
         return chain
 
     # out
@@ -181,7 +176,7 @@ class Residency:
             self.discard(request)
             return []
         copies = self._blocks.swap_out(group)
-        self._swapped[request] = {seat.sequence: seat.table for seat in seats}
+        self.swapped[request] = {seat.sequence: seat.table for seat in seats}
         for seat in seats:
             self._batch.remove(seat)
             seat.sequence.move(Phase.SWAPPED)
@@ -207,7 +202,7 @@ class Residency:
             self._blocks.release(seat.table)
             seat.sequence.move(Phase.WAITING)
             seat.sequence.num_computed = 0
-        for sequence, table in self._swapped.pop(request, {}).items():
+        for sequence, table in self.swapped.pop(request, {}).items():
             self._blocks.release(table)
             if sequence.phase is Phase.SWAPPED:
                 sequence.move(Phase.WAITING)
@@ -221,15 +216,15 @@ class Residency:
             self._batch.remove(seat)
             self._blocks.release(seat.table)
             return
-        tables = self._swapped.get(sequence.request)
+        tables = self.swapped.get(sequence.request)
         if tables is not None:
             self._blocks.release(tables.pop(sequence))
             if not tables:
-                del self._swapped[sequence.request]
+                del self.swapped[sequence.request]
 
     def check_invariants(self) -> None:
         """Raises AssertionError where a sequence's table and its phase disagree."""
-        for request, tables in self._swapped.items():
+        for request, tables in self.swapped.items():
             for sequence, table in tables.items():
                 assert sequence.phase is Phase.SWAPPED and sequence.request is request
                 assert table.on_host

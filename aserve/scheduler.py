@@ -7,41 +7,28 @@ Work per step follows what changes, plus one tight loop over the draws; it does 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple, Self
+from itertools import islice
+from typing import Self
 
-from aserve.batch import Batch, Rank, rank_of
+from aserve.batch import Batch
 from aserve.block_manager import BlockManager
 from aserve.config import EngineConfig, Preemption
-from aserve.errors import AserveError, DeadlineError, RequestFailedError
-from aserve.lazy_heap import LazyHeap
-from aserve.plan import BlockCopy, StepPlan, StepResult, TokenLogprobs, WorkerInfo
+from aserve.deadlines import Deadlines
+from aserve.errors import AserveError, RequestFailedError
+from aserve.plan import BlockCopy, StepPlan, StepResult, WorkerInfo
 from aserve.policy import Policy, load_policy
 from aserve.preemption import CostModel
 from aserve.request import FinishReason, Phase, Request, Sequence
 from aserve.residency import Residency
-from aserve.seat import Draft, Event, Row, Seat, Step
+from aserve.seat import Draft, Event, Row, SchedulerStats, Seat, Step
+from aserve.waiting import WaitingLine
 
 __all__ = ["Event", "Scheduler", "SchedulerStats"]
 
 MAX_LATER = 16  # requests set aside while others compute the prefix they share
-
-
-class SchedulerStats(NamedTuple):
-    """Counts for metrics; from num_preemptions on they only grow."""
-
-    num_waiting: int
-    num_running: int  # sequences
-    num_swapped: int
-    num_blocks: int
-    num_blocks_used: int
-    num_blocks_cached: int
-    num_preemptions: int
-    num_swaps: int
-    num_prompt_tokens: int  # of admitted requests
-    num_prefix_hit_tokens: int  # of those, found in the prefix cache
+MAX_REAPED = 512  # requests ended by one schedule(): a few ms at most where thousands leave at once
 
 
 class Scheduler:
@@ -66,14 +53,12 @@ class Scheduler:
         if not isinstance(preemption, CostModel):
             preemption = CostModel(preemption, block_size=blocks.block_size)
         self.costs = preemption
-        self._policy = policy
+        self._line = WaitingLine(policy)
         self._batch = Batch(blocks, policy, self.max_num_seqs)
         self._residency = Residency(blocks, self._batch, self.costs)
         self._unfinished: dict[Request, None] = {}
-        self._resuming: list[tuple[Rank, Request]] = []  # preempted or set aside; they go before new ones
-        self._cancelled: list[Request] = []
-        self._deadlines: LazyHeap[Request] = LazyHeap()
-        self._first_deadlines: LazyHeap[Request] = LazyHeap()
+        self._cancelled: deque[Request] = deque()  # those that hold memory first
+        self._deadlines = Deadlines()
         self._steps: deque[Step] = deque()
         self._events: list[Event] = []  # ends that no step brings
         self._swap_out: list[BlockCopy] = []  # they go first in the next plan
@@ -106,18 +91,16 @@ class Scheduler:
         if len(request.prompt) + request.max_tokens > self.max_model_len:
             raise ValueError(f"request {request.id} was not admitted: it does not fit the context")
         self._unfinished[request] = None
-        self._policy.add(request)
-        if request.deadline is not None:
-            self._deadlines.push(request.deadline, request)
-        if request.first_token_deadline is not None:
-            self._first_deadlines.push(request.first_token_deadline, request)
+        self._line.add(request)
+        self._deadlines.add(request)
 
     def cancel(self, request: Request, reason: FinishReason, error: AserveError | None = None) -> None:
         """Marks the request; the next schedule() ends what is unfinished of it. The first reason stays."""
         if request in self._unfinished and request.cancel_reason is None:
             request.cancel_reason = reason
             request.error = error
-            self._cancelled.append(request)
+            holds_memory = request in self._batch.groups or request in self._residency.swapped
+            (self._cancelled.appendleft if holds_memory else self._cancelled.append)(request)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Ends a sequence now, because of its text; its draws in flight are dropped and no event is made.
@@ -131,8 +114,7 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When schedule() must be called even if nothing else happens."""
-        heads = (self._deadlines.peek(), self._first_deadlines.peek())
-        return min((head[0] for head in heads if head), default=None)
+        return self._deadlines.next()
 
     def take_events(self) -> list[Event]:
         """Ends found by schedule() that no commit has returned yet."""
@@ -147,7 +129,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold no memory yet, or none any more."""
-        return len(self._policy) + len(self._resuming) - self._residency.num_swapped
+        return len(self._line) - self._residency.num_swapped
 
     @property
     def num_running(self) -> int:
@@ -158,11 +140,6 @@ class Scheduler:
     def num_swapped(self) -> int:
         """Requests in the host pool."""
         return self._residency.num_swapped
-
-    @property
-    def num_inflight(self) -> int:
-        """Plans whose results were not committed."""
-        return len(self._steps)
 
     def stats(self) -> SchedulerStats:
         """A snapshot, O(1)."""
@@ -215,7 +192,7 @@ class Scheduler:
                 self._swap_out += copies
                 self._swapped_out.append(victim)
                 self._num_swaps += 1
-            insort(self._resuming, (rank_of(victim), victim))
+            self._line.put_back(victim)
             self._num_preemptions += 1
             growing = [seat for seat in growing if seat.active]
             preempted = True
@@ -224,27 +201,32 @@ class Scheduler:
     def _admit(self, draft: Draft, now: float) -> None:
         """Brings in preempted requests, then waiting ones, while tokens, slots and blocks are left."""
         num_later = 0
-        for entry in self._resuming[:]:
+        for request in self._line.returning:
             if not self._has_room(draft):
                 return
-            state = self._residency.enter(entry[1], draft)
+            if request.cancel_reason is not None:
+                continue
+            state = self._residency.enter(request, draft)
             if state == "full":
                 return
             if state == "later":
                 num_later += 1
-            else:
-                self._resuming.remove(entry)
-                self._start(entry[1], draft, now)
-        while self._has_room(draft) and (request := self._policy.peek(now)) is not None:
-            state = self._residency.enter(request, draft)
+                continue
+            self._line.remove(request)
+            self._start(request, draft, now)
+        while self._has_room(draft) and (new := self._line.peek(now)) is not None:
+            if new.cancel_reason is not None:
+                self._end_all(new)
+                continue
+            state = self._residency.enter(new, draft)
             if state == "full" or (state == "later" and num_later >= MAX_LATER):
                 return
-            self._policy.remove(request)
+            self._line.remove(new)
             if state == "later":
                 num_later += 1
-                insort(self._resuming, (rank_of(request), request))
-            else:
-                self._start(request, draft, now)
+                self._line.put_back(new)
+                continue
+            self._start(new, draft, now)
 
     def _has_room(self, draft: Draft) -> bool:
         return draft.num_tokens < self.max_num_batched_tokens and self._batch.num_free_slots > 0
@@ -272,8 +254,8 @@ class Scheduler:
         self._commit_draws(step.decoding, result, 0, events)
         index = len(step.decoding)
         for chunk, row in enumerate(step.rows):
-            if chunk in result.prompt_logprobs and row.seat.active:
-                self._keep_prompt_logprobs(row.seat.sequence.request, result.prompt_logprobs[chunk])
+            if chunk in result.prompt_logprobs:
+                row.keep_prompt_logprobs(result.prompt_logprobs[chunk])
             index = self._commit_row(row, result, index, events, now)
         return events
 
@@ -317,18 +299,13 @@ class Scheduler:
             return index
         if request.first_token is None and any(seat.live for seat in row.drawing):
             request.first_token = now
-            self._first_deadlines.discard(request)
+            self._deadlines.reached_first_token(request)
         self._commit_draws(row.drawing, result, index, events)
         return index + len(row.drawing)
 
-    def _keep_prompt_logprobs(self, request: Request, found: list[TokenLogprobs]) -> None:
-        """They come in order; a prompt that is computed again brings them again."""
-        missing = len(request.prompt) - 1 - len(request.prompt_logprobs)
-        request.prompt_logprobs.extend(found[: max(0, missing)])
-
     def fail(self, number: int, slots: tuple[int, ...], error: AserveError, now: float) -> list[Event]:
-        """The oldest plan in flight failed. Requests of the culprit `slots`, or all of the step's where those are
-        unknown, end with the error; the others are computed again from their committed tokens."""
+        """The oldest plan in flight failed. Requests of the culprit `slots`, or all of the step's where none are
+        named, end with the error; the others are computed again from their committed tokens."""
         step = self._steps.popleft()
         if step.number != number:
             raise ValueError(f"step {number} failed where step {step.number} was due")
@@ -338,7 +315,7 @@ class Scheduler:
         culprits = {seat.sequence.request for seat in seats if seat.slot in slots and seat.live}
         touched = dict.fromkeys(seat.sequence.request for seat in seats if seat.live)
         for request in touched:
-            if request in culprits or not culprits:
+            if request in culprits or not slots:
                 request.cancel_reason = request.cancel_reason or "error"
                 request.error = request.error or error
                 self._end_all(request)
@@ -354,24 +331,16 @@ class Scheduler:
             self._drop_draws(sequence)
         self._residency.discard(request)
         if resumes:
-            insort(self._resuming, (rank_of(request), request))
+            self._line.put_back(request)
 
     # ends
 
     def _reap(self, now: float) -> None:
-        if self._cancelled:
-            cancelled, self._cancelled = self._cancelled, []
-            for request in cancelled:
-                self._end_all(request)
-        for heap, what in ((self._deadlines, "deadline"), (self._first_deadlines, "first-token deadline")):
-            while (head := heap.peek()) is not None and head[0] <= now:
-                request = head[1]
-                request.cancel_reason = "deadline"
-                if not any(sequence.output for sequence in request.sequences):
-                    request.error = DeadlineError(
-                        f"the {what} of {head[0] - request.arrival:.3f} s passed before the first token"
-                    )
-                self._end_all(request)
+        count = min(MAX_REAPED, len(self._cancelled))
+        for _ in range(count):
+            self._end_all(self._cancelled.popleft())
+        for request in islice(self._deadlines.take_expired(now), MAX_REAPED - count):
+            self._end_all(request)
 
     def _end_all(self, request: Request) -> None:
         """Ends what is unfinished of a request for its cancel_reason, each sequence with an event."""
@@ -389,14 +358,9 @@ class Scheduler:
         sequence.move(Phase.FINISHED)
         request = sequence.request
         if request.finished:
-            self._deadlines.discard(request)
-            self._first_deadlines.discard(request)
             del self._unfinished[request]
-            self._policy.remove(request)
-            entry = (rank_of(request), request)
-            at = bisect_left(self._resuming, entry)
-            if at < len(self._resuming) and self._resuming[at] == entry:
-                del self._resuming[at]
+            self._deadlines.remove(request)
+            self._line.remove(request)
 
     def _drop_draws(self, sequence: Sequence) -> None:
         """Steps in flight draw nothing for the sequence any more."""
@@ -405,15 +369,13 @@ class Scheduler:
             seat.live = False
         elif sequence.num_inflight:  # preempted since; a sequence is seated again only with no draw in flight
             for step in self._steps:
-                for seat in (*step.decoding, *(each for row in step.rows for each in row.drawing)):
+                for seat in step.drawing():
                     seat.live = seat.live and seat.sequence is not sequence
         sequence.num_inflight = 0
 
     def _fail_bad(self, step: Step, bad: tuple[int, ...]) -> None:
-        """Draws from logits that were not finite: their requests end, the others go on."""
-        drawn = [*step.decoding]
-        for row in step.rows:
-            drawn += [seat for seat in row.drawing if seat.limit]
+        """Draws from logits that were not finite: their requests end, the others go on, and nobody shares their KV."""
+        drawn = [seat for seat in step.drawing() if seat.limit]
         for index in bad:
             seat = drawn[index]
             request = seat.sequence.request
@@ -424,18 +386,20 @@ class Scheduler:
                 )
                 for each in drawn:
                     each.live = each.live and each.sequence.request is not request
+                for each in self._batch.groups.get(request, ()):
+                    self.blocks.withdraw(each.table)
                 self._end_all(request)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where blocks, phases and queues disagree. O(everything): for idle moments and tests."""
         self.blocks.check_invariants()
         self._residency.check_invariants()
-        resuming = {request for _, request in self._resuming}
+        returning = set(self._line.returning)
         for request in self._unfinished:
             phases = {sequence.phase for sequence in request.sequences} - {Phase.FINISHED}
             assert len(phases) == 1, f"request {request.id} is in {phases}"
             assert (request in self._batch.groups) == (Phase.RUNNING in phases)
-            assert Phase.SWAPPED not in phases or request in resuming
+            assert Phase.SWAPPED not in phases or request in returning
             if not self._steps:
                 assert not any(sequence.num_inflight for sequence in request.sequences)
         if not self._unfinished:

@@ -104,6 +104,12 @@ class Row(NamedTuple):
     names: list[bytes]
     drawing: tuple[Seat, ...]
 
+    def keep_prompt_logprobs(self, found: list[TokenLogprobs]) -> None:
+        """They come in order; a prompt that is computed again brings them again."""
+        request = self.seat.sequence.request
+        if self.seat.active:
+            request.prompt_logprobs.extend(found[: len(request.prompt) - 1 - len(request.prompt_logprobs)])
+
 
 class Draft:
     """A plan in the making, and what its result will mean."""
@@ -151,3 +157,22 @@ class Step(NamedTuple):
     handed: list[Seat]
     swapped_out: list[Request]
     num_tokens: int
+
+    def drawing(self) -> list[Seat]:
+        """Every seat that draws, in order; those whose limit is 0 only end."""
+        return [*self.decoding, *(seat for row in self.rows for seat in row.drawing)]
+
+
+class SchedulerStats(NamedTuple):
+    """Counts for metrics; from num_preemptions on they only grow."""
+
+    num_waiting: int
+    num_running: int  # sequences
+    num_swapped: int
+    num_blocks: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_preemptions: int
+    num_swaps: int
+    num_prompt_tokens: int  # of admitted requests
+    num_prefix_hit_tokens: int  # of those, found in the prefix cache

@@ -115,12 +115,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def launch(self) -> None:
         self.driver.launch()
 
-    @precondition(lambda self: self.driver.in_flight)
+    @precondition(lambda self: bool(self.driver.in_flight))
     @rule()
     def collect(self) -> None:
         self.driver.collect()
 
-    @precondition(lambda self: unfinished(self.driver))
+    @precondition(lambda self: bool(unfinished(self.driver)))
     @rule(pick=st.integers(0, 100))
     def cancel(self, pick: int) -> None:
         left = unfinished(self.driver)
@@ -136,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_next_step(self) -> None:
         self.failures.append(StepError(""))
 
-    @precondition(lambda self: self.driver.scheduler.num_running)
+    @precondition(lambda self: self.driver.scheduler.num_running > 0)
     @rule(slot=st.integers(0, 5))
     def break_slot(self, slot: int) -> None:
         self.driver.runner.bad_slots ^= {slot}
