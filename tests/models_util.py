@@ -140,8 +140,9 @@ class PagedMemory:
         return sequence
 
     @torch.inference_mode()
-    def step(self, work: Sequence[tuple[PagedSequence, Sequence[int]]]) -> list[Tensor]:
-        """Appends tokens to each sequence; gives the logits [tokens, V] of each, in the order of `work`."""
+    def step(self, work: Sequence[tuple[PagedSequence, Sequence[int]]], *, last_only: bool = False) -> list[Tensor]:
+        """Appends tokens to each sequence; gives the logits [tokens, V] of each, in the order of `work`.
+        `last_only` computes the head for the last token of each alone."""
         order = sorted(range(len(work)), key=lambda index: len(work[index][1]) != 1)  # decodes first
         positions: list[int] = []
         slots: list[int] = []
@@ -169,7 +170,11 @@ class PagedMemory:
             max_query_len=max(len(tokens) for _, tokens in work),
             max_seq_len=max(row.length for row in rows),
         )
-        logits = self.model.logits(self.model.forward(torch.tensor(token_ids), meta, self.caches))
+        hidden = self.model.forward(torch.tensor(token_ids), meta, self.caches)
+        if last_only:
+            hidden = hidden[torch.tensor(starts[1:]) - 1]
+            starts = list(range(len(work) + 1))
+        logits = self.model.logits(hidden)
         out: list[Tensor] = [logits] * len(work)
         for place, index in enumerate(order):
             out[index] = logits[starts[place] : starts[place + 1]]

@@ -87,7 +87,7 @@ def test_a_given_tokenizer_takes_the_place_of_the_models_own(directory: Path, tm
     (other / "tokenizer.json").write_text("{}")
     assert resolve(str(directory), tokenizer=str(other)).tokenizer == other / "tokenizer.json"
     assert resolve(str(directory), tokenizer=str(other / "tokenizer.json")).tokenizer == other / "tokenizer.json"
-    with pytest.raises(ConfigError, match="--tokenizer .*nowhere"):
+    with pytest.raises(ConfigError, match=r"--tokenizer .*nowhere"):
         resolve(str(directory), tokenizer=str(tmp_path / "nowhere"))
 
 
@@ -136,7 +136,7 @@ def test_a_harmed_directory_is_refused_in_one_line(directory: Path, harm: Any, m
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no directory .*absent"):
+    with pytest.raises(ConfigError, match=r"there is no directory .*absent"):
         resolve(str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match=r"there is no file .*absent\.gguf"):
         resolve(str(tmp_path / "absent.gguf"))
@@ -161,7 +161,7 @@ def test_a_hub_id_without_a_network_is_one_clear_line(monkeypatch: pytest.Monkey
         raise OSError("no route to the hub\nand a long explanation")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(ConfigError, match="someone/something.*no route to the hub$"):
+    with pytest.raises(ConfigError, match=r"someone/something.*no route to the hub$"):
         resolve("someone/something")
 
 

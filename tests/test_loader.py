@@ -120,7 +120,7 @@ def test_a_quantized_checkpoint_is_refused_with_its_method(saved: Path) -> None:
 
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(saved: Path) -> None:
     change_config(saved, architectures=["MambaForCausalLM"])
-    with pytest.raises(ConfigError, match="MambaForCausalLM.*supported: .*LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*supported: .*LlamaForCausalLM"):
         load_saved(saved)
     assert "Gemma3ForCausalLM" in supported_architectures()
 

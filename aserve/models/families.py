@@ -117,11 +117,10 @@ def _rope(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any], d
     )
 
 
-def _rope_params(config: Mapping[str, Any], layer_type: str = "full_attention") -> Mapping[str, Any]:
-    """The rotary section of config.json, old name or new, for all layers or by layer type."""
-    params = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nested = params.get(layer_type)
-    return nested if isinstance(nested, Mapping) else params
+def _rope_params(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary section of config.json, old name or new; that of the unwindowed layers where it is by layer type."""
+    params: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return params.get("full_attention") or params
 
 
 def _context(config: Mapping[str, Any], rope: RopeConfig) -> int:
@@ -228,9 +227,8 @@ def _gemma2(config: Mapping[str, Any]) -> DecoderConfig:
 def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     """Gemma 3 also norms queries and keys, and turns its windowed layers by a base of their own."""
     base = _gemma({"rope_theta": 1_000_000.0} | dict(config), pattern=6)
-    local = _rope_params(config, "sliding_attention")
-    if local is _rope_params(config):  # one section for all is about the layers that see everything
-        local = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
+    nested = (config.get("rope_parameters") or {}).get("sliding_attention")  # else any scaling is the other layers'
+    local = nested or {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
     rope = _rope(config, base.head_dim, local, 10_000.0)
     layers = tuple(layer if layer.window is None else layer._replace(rope=rope) for layer in base.layers)
     return replace(base, layers=layers, qk_norm=True)
