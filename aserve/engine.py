@@ -23,16 +23,15 @@ import anyio
 import anyio.to_thread
 
 from aserve import loading
-from aserve.block_manager import BlockManager
+from aserve.admission import Limits, admit
 from aserve.chat_template import Message
 from aserve.config import EngineConfig
-from aserve.errors import AserveError, ContextLengthError, InvalidRequestError, OverloadedError
+from aserve.errors import AserveError, InvalidRequestError, OverloadedError
 from aserve.executors import Executor
 from aserve.metrics import Metrics
 from aserve.output import Output
 from aserve.pipeline import Pipeline, dead_error
 from aserve.plan import WorkerInfo
-from aserve.policy import load_policy
 from aserve.request import Request, SamplingParams, Sequence
 from aserve.scheduler import Scheduler
 from aserve.stream import Mailbox, Stream
@@ -129,31 +128,19 @@ class Engine:
             if self._model.files is not None and self.tokenizer is None:
                 self.tokenizer = await self._off_loop(partial(loading.load_tokenizer, self._model, self.config))
             self.info = await worker
+            self._limits = Limits.create(self.config, self.info)
+            self._scheduler = Scheduler.create(self.config, self.info)
         except BaseException:
             worker.cancel()
             await asyncio.wait([worker])
             if not worker.cancelled() and worker.exception() is None:
                 await executor.stop()
             raise
-        config, info = self.config, self.info
-        depth = config.depth or info.depth
-        blocks = BlockManager(
-            info.num_gpu_blocks, info.num_cpu_blocks, info.block_size, prefix_caching=config.enable_prefix_caching
-        )
-        self._scheduler = Scheduler(
-            blocks=blocks,
-            policy=load_policy(config.policy),
-            max_num_seqs=config.max_num_seqs or info.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens or info.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            depth=depth,
-            preemption=config.preemption,
-        )
         self._pipeline = Pipeline(
             self._scheduler,
             executor,
             self.metrics,
-            depth=depth,
+            depth=self._scheduler.depth,
             step_timeout=self.config.step_timeout,
             clock=self._loop.time,
         )
@@ -225,12 +212,12 @@ class Engine:
             num_running=now.num_running,
             num_waiting=now.num_waiting,
             num_swapped=now.num_swapped,
-            num_blocks_used=now.num_used_blocks,
-            num_blocks=self.info.num_gpu_blocks,
+            num_blocks_used=now.num_blocks_used,
+            num_blocks=now.num_blocks,
             num_in_flight=self._pipeline.num_in_flight,
             num_steps=self.metrics.num_steps,
             num_output_tokens=self.metrics.num_output_tokens,
-            num_prefix_hit_tokens=now.num_cached_tokens,
+            num_prefix_hit_tokens=now.num_prefix_hit_tokens,
             num_preemptions=now.num_preemptions,
             last_step_seconds=self._pipeline.last_step_seconds,
         )
@@ -338,7 +325,7 @@ class Engine:
         now = self._loop.time()
         if set(map(type, prompt)) - {int}:
             raise InvalidRequestError("a prompt of token ids must hold integers only", param="prompt")
-        max_tokens = self._max_tokens(prompt, params)
+        max_tokens = admit(prompt, params, self._limits, num_waiting=self._scheduler.num_waiting)
         request = Request(
             id=next(self._ids),
             key=key,
@@ -357,21 +344,6 @@ class Engine:
         )
         request.sequences = [Sequence(request, index) for index in range(params.n)]
         return request
-
-    def _max_tokens(self, prompt: Items[int], params: SamplingParams) -> int:
-        limit = min(self.info.max_model_len, self.info.num_gpu_blocks * self.info.block_size)
-        room = limit - len(prompt)
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if room < (params.max_tokens or 1):
-            raise ContextLengthError(
-                f"{len(prompt)} prompt tokens and {params.max_tokens} output tokens do not fit {limit}",
-                param="prompt",
-                num_prompt=len(prompt),
-                num_output=params.max_tokens,
-                limit=limit,
-            )
-        return room if params.max_tokens is None else params.max_tokens
 
     def _cancel(self, request: Request) -> None:
         if self._pipeline is not None:

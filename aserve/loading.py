@@ -61,14 +61,16 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
     files = model.files
     if files is None or files.tokenizer is None or config.skip_tokenizer_init:
         return None
-    template = files.chat_template
-    if config.chat_template is not None:
-        template = chat_template.load(config.chat_template)
+    own = files.chat_template
+    if own is None and config.model is None:  # the demo model has none
+        own = chat_template.BUILTIN["plain"]
     loaded = tokenizer.load(
-        files.tokenizer, generation_config=files.generation_config, config=files.config, template=template
+        files.tokenizer,
+        generation_config=files.generation_config,
+        config=files.config,
+        template=None if config.chat_template is None else chat_template.load(config.chat_template),
+        fallback_template=own,
     )
-    if config.model is None and not loaded.has_chat_template:  # the demo model has none of its own
-        loaded.set_chat_template(chat_template.BUILTIN["plain"])
     loaded.warm()
     return loaded
 

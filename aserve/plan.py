@@ -136,5 +136,3 @@ class WorkerInfo:
     max_num_batched_tokens: int = 512
     block_bytes: int = 0  # KV of one block, all layers; 0 makes a swap look free
     startup_seconds: float = 0.0
-    max_num_seqs: int = 64  # slots the runner has: the option, or its choice for the device
-    max_num_batched_tokens: int = 512  # tokens a step may compute: the option, or its choice for the device

@@ -118,15 +118,20 @@ class Stream:
         return self
 
     async def __anext__(self) -> Delta:
-        if not self._ahead:
-            try:
-                if not await self.ready():
-                    raise StopAsyncIteration
-            except asyncio.CancelledError:
-                self._box.cancel()
-                raise
-            self._ahead.extend(self._box.take())
-        return self._ahead.popleft()
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._open is not None:
+            await self.submit()
+        try:
+            if not await self._box.wait():
+                raise StopAsyncIteration
+        except asyncio.CancelledError:
+            self._box.cancel()
+            raise
+        deltas = self._box.take()
+        if len(deltas) > 1:
+            self._ahead.extend(deltas[1:])
+        return deltas[0]
 
     async def submit(self) -> None:
         """Submits the request, if that is still to be done. Raises its refusal."""
@@ -173,6 +178,11 @@ class Stream:
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt as the model sees it; empty before the request is submitted."""
         return self._box.request.prompt if self._box.request is not None else ()
+
+    @property
+    def prompt_logprobs(self) -> list[object]:
+        """TokenLogprobs of the prompt from its second token, where asked; there once the first delta is."""
+        return self._box.request.prompt_logprobs if self._box.request is not None else []
 
     @property
     def usage(self) -> Usage:

@@ -119,10 +119,6 @@ class Tokenizer:
         """True where chat works without a template from the caller."""
         return chat_template.choose(self._chat_templates) is not None
 
-    def set_chat_template(self, template: str) -> None:
-        """Makes `template` the one that chat uses."""
-        self._chat_templates = template
-
     def warm(self) -> None:
         """Does once what would hold up the first request: imports, and compiling the template."""
         self.encode("")
@@ -219,11 +215,13 @@ def load(
     generation_config: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     template: str | None = None,
+    fallback_template: str | None = None,
 ) -> Tokenizer:
     """The tokenizer at `path`, a tokenizer.json or a directory.
 
-    `template` takes the place of the model's own chat template. End ids are the tokenizer's and those of
-    `generation_config`, or of the model's `config` where that has none. Raises ConfigError.
+    `template` takes the place of its own chat template, `fallback_template` is used where it has none. End ids are
+    the tokenizer's and those of `generation_config`, or of the model's `config` where that has none. Raises
+    ConfigError.
     """
     directory = path if path.is_dir() else path.parent
     options = _read_json(directory / "tokenizer_config.json")
@@ -233,7 +231,7 @@ def load(
     elif side_file.is_file():
         templates = side_file.read_text(encoding="utf-8")
     else:
-        templates = options.get("chat_template")
+        templates = options.get("chat_template") or fallback_template
     file = directory / "tokenizer.json" if path.is_dir() else path
     ends = end_ids(generation_config or {}, config or {})
     raw = None if file.is_file() else _from_transformers(directory)
@@ -246,21 +244,38 @@ def load(
             special_tokens={name: str(value) for name, value in raw.special_tokens_map.items()},
             chat_templates=templates or raw.chat_template,
         )
-    tokenizer = _read_tokenizer(file) if raw is None else raw.backend_tokenizer
+    return from_backend(
+        _read_tokenizer(file) if raw is None else raw.backend_tokenizer,
+        options=options,
+        eos_token_ids=ends,
+        chat_templates=templates,
+    )
+
+
+def from_backend(
+    tokenizer: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    eos_token_ids: Iterable[int] = (),
+    chat_templates: str | Items[Mapping[str, str]] | None = None,
+) -> Tokenizer:
+    """A tokenizers.Tokenizer, with the `options` of a tokenizer_config.json. It is changed in place."""
+    options = options or {}
     specials = {name: text for name in _SPECIALS if (text := _token_text(options.get(name))) is not None}
     _declare_special(tokenizer, specials)
     _set_post_processor(tokenizer, options, specials)
-    own = [tokenizer.token_to_id(specials[name]) for name in ("eos_token",) if name in specials]
-    bos = tokenizer.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
+    eos, bos = (
+        tokenizer.token_to_id(specials[name]) if name in specials else None for name in ("eos_token", "bos_token")
+    )
     added = tokenizer.get_added_tokens_decoder()
     return Tokenizer(
         _Fast(tokenizer),
-        eos_token_ids=[end for end in own if end is not None] + ends,
+        eos_token_ids=[*([] if eos is None else [eos]), *eos_token_ids],
         bos_token_id=bos,
         special_tokens=specials,
         skip_ids=[token_id for token_id, token in added.items() if token.special],
         style=_part(tokenizer.decoder),
-        chat_templates=templates,
+        chat_templates=chat_templates,
         longest_token=_longest_token(tokenizer),
     )
 
