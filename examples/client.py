@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Streams three prompts at once in one program, no server: `async for` over typed deltas, and a deadline by asyncio.
 
-    python examples/client.py [MODEL]
+python examples/client.py [MODEL]
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ curl -sSfN "$url/v1/completions" -H "$json" \
 
 echo; echo '--- a chat turn, streamed'
 curl -sSfN "$url/v1/chat/completions" -H "$json" \
-    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48, "stream": true}'
+    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48, "temperature": 0, "stream": true}'
 
 echo; echo '--- a request that cannot be served: 400 and an error object, before any stream starts'
 curl -sS "$url/v1/completions" -H "$json" -d '{"prompt": "Hello", "temperature": -1}'

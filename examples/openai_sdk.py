@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The official OpenAI client against a running aserve: only the base URL changes.
 
-    pip install openai
-    python examples/openai_sdk.py [URL]
+pip install openai
+python examples/openai_sdk.py [URL]
 """
 
 from __future__ import annotations

@@ -18,13 +18,14 @@ import json
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prompts import prompts
 from sse_client import Connection, HTTPStatusError
 
 HEALTH_INTERVAL = 0.05  # seconds between two samples
+STREAM_SECONDS = 120.0  # a stream that takes longer has failed
 
 
 @dataclass
@@ -81,7 +82,7 @@ async def stream(load: Workload, index: int, cut_after: int | None = None) -> Sa
     path = "/v1/chat/completions" if load.chat else "/v1/completions"
     sample = Sample(index, time.perf_counter())
     try:
-        async with Connection(load.url) as connection:
+        async with asyncio.timeout(STREAM_SECONDS), Connection(load.url) as connection:
             async for event in connection.events(path, load.body(load.prompts[index])):
                 if "error" in event:
                     sample.error = json.dumps(event["error"])
@@ -95,7 +96,7 @@ async def stream(load: Workload, index: int, cut_after: int | None = None) -> Sa
                 if cut_after is not None and len(sample.arrivals) >= cut_after:
                     sample.cut = True
                     break
-    except (HTTPStatusError, OSError, asyncio.IncompleteReadError) as error:
+    except (HTTPStatusError, OSError, EOFError) as error:  # TimeoutError is an OSError
         sample.error = f"{type(error).__name__}: {error}"
     return sample
 
@@ -193,7 +194,7 @@ async def measure(args: argparse.Namespace) -> int:
         disconnect=args.disconnect,
         health_path=args.health_path or None,
     )
-    warm = await stream(load, 0, cut_after=8)
+    warm = await stream(replace(load, max_tokens=8), 0)
     if warm.error:
         print(f"the server refused the first request: {warm.error}", file=sys.stderr)
         return 1
@@ -236,7 +237,7 @@ def main() -> None:
     parser.add_argument("--label", help="the server's name in the output")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], help="streams at once, one run each")
     parser.add_argument("--prompts", type=int, default=16, help="different prompts")
-    parser.add_argument("--prompt-words", type=int, default=52, help="52 words are about 64 tokens")
+    parser.add_argument("--prompt-words", type=int, default=58, help="58 words are about 64 tokens")
     parser.add_argument("--requests", type=int, help="streams per run; default: one per prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions")

@@ -1,6 +1,6 @@
 """The prompts of the load tests: windows of one passage, so that they differ from the first word on.
 
-A window of 52 words is about 64 tokens of the demo model, whatever the window; the servers' own counts are reported.
+A window of 58 words is about 64 tokens of the demo model, whatever the window; the servers' own counts are reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ remembered about the year of the great storm, when the bridge was carried away a
 """
 
 
-def prompts(count: int, words: int = 52) -> list[str]:
+def prompts(count: int, words: int = 58) -> list[str]:
     """`count` different prompts of `words` words each, the same at every call."""
     passage = PASSAGE.split()
     starts = random.Random(20).sample(range(len(passage)), count)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from aserve import Completion, Delta, SamplingParams, Stream
-from routes.endpoint import GenerationEndpoint, Job, submit_all
+from routes.chunks import ChunkFrames, Job
+from routes.endpoint import GenerationEndpoint, submit_all
 from routes.logprobs import chat_logprobs
 from routes.records import Record
 from routes.schemas import ChatBody
-from routes.sse import ChunkFrames
 
 __all__ = ["ChatCompletions"]
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from aserve import Completion, Delta, SamplingParams, Stream
-from routes.endpoint import GenerationEndpoint, Job, submit_all
+from aserve import Completion, Delta, InvalidRequestError, SamplingParams, Stream
+from routes.chunks import ChunkFrames, Job
+from routes.endpoint import GenerationEndpoint, submit_all
 from routes.logprobs import completion_logprobs
 from routes.records import Record
 from routes.schemas import CompletionBody
-from routes.sse import ChunkFrames
 
 __all__ = ["Completions"]
 
@@ -60,7 +60,11 @@ class Completions(GenerationEndpoint[CompletionBody]):
         if not job.body.echo:
             return ""
         prompt = job.body.prompts()[position]
-        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
+        if isinstance(prompt, str):
+            return prompt
+        if self.engine.tokenizer is None:
+            raise InvalidRequestError("echo needs a tokenizer, and this server has none", param="echo")
+        return self.engine.tokenizer.decode(prompt)
 
     def logprobs(self, job: Job[CompletionBody], entries: Any, offset: int) -> dict[str, Any] | None:
         """The logprobs object of a choice or a chunk, None where the client asked for none."""

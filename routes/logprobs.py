@@ -20,8 +20,11 @@ class Decoder(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-def token_text(decoder: Decoder, token_id: int) -> tuple[str, bytes]:
-    """A token as clients see it: its text, or `bytes:\\xNN...` for a part of a character; and its bytes."""
+def token_text(decoder: Decoder | None, token_id: int) -> tuple[str, bytes]:
+    """A token as clients see it, and its bytes: its text; `bytes:\\xNN...` for a part of a character; `token_id:N`
+    where the server has no tokenizer."""
+    if decoder is None:
+        return f"token_id:{token_id}", b""
     raw = decoder.token_bytes(token_id)
     try:
         return raw.decode(), raw
@@ -30,7 +33,7 @@ def token_text(decoder: Decoder, token_id: int) -> tuple[str, bytes]:
 
 
 def completion_logprobs(
-    decoder: Decoder, entries: Sequence[TokenLogprobs], *, offset: int, num_top: int
+    decoder: Decoder | None, entries: Sequence[TokenLogprobs], *, offset: int, num_top: int
 ) -> dict[str, Any]:
     """The completions shape; `offset` is where the first token's text starts."""
     shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -46,7 +49,7 @@ def completion_logprobs(
     return shape
 
 
-def chat_logprobs(decoder: Decoder, entries: Sequence[TokenLogprobs], *, num_top: int) -> dict[str, Any]:
+def chat_logprobs(decoder: Decoder | None, entries: Sequence[TokenLogprobs], *, num_top: int) -> dict[str, Any]:
     """The chat shape: exactly `num_top` alternatives each, best first."""
 
     def item(token_id: int, logprob: float) -> dict[str, Any]:

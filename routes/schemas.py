@@ -160,11 +160,11 @@ class CompletionBody(Body, kw_only=True):
         """The prompts in order. Raises InvalidRequestError where there is none, one is empty, or kinds are mixed."""
         if self.prompt is None:
             raise InvalidRequestError("prompt is required: text, token ids, or a list of either", param="prompt")
-        items: list[Any]
+        items: list[Any]  # Prompt, once the checks below have passed
         if isinstance(self.prompt, str) or (self.prompt and all(type(item) is int for item in self.prompt)):
             items = [self.prompt]
         else:
-            items = self.prompt
+            items = list(self.prompt)
         if len({type(item) for item in items}) > 1 or any(type(item) is int for item in items):
             raise InvalidRequestError("prompt must not mix text, token ids and lists of token ids", param="prompt")
         if not items or not all(items):

@@ -52,25 +52,31 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     """
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with bind(options.host, options.port) as listener:
-        host, port = listener.getsockname()[:2]
-        log.info("listening on http://%s:%d, loading the model", f"[{host}]" if ":" in host else host, port)
-        engine = Engine(config)
-        settings = uvicorn.Config(
-            build_app(engine, options),
-            loop="uvloop",
-            http="httptools",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=int(_CLOSE_SECONDS),
-        )
-        server = Server(settings, engine, options.drain_timeout)
-        with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
-            return runner.run(server.run_engine(listener))
+        return serve_engine(Engine(config), listener, options)
+
+
+def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
+    """`serve`, for an engine that is made but not started, on a listening socket."""
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d, loading the model", f"[{host}]" if ":" in host else host, port)
+    settings = uvicorn.Config(
+        build_app(engine, options),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=int(_CLOSE_SECONDS),
+    )
+    server = Server(settings, engine, options.drain_timeout)
+    with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
+        return runner.run(server.run_engine(listener))
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket: from here on a second server on the port fails, and clients queue. Raises ConfigError."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be 0 to 65535, got {port}", param="port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
