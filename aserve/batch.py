@@ -178,7 +178,8 @@ class Batch:
         sequence.num_computed = end
         if seat.shared is not None:
             seat.shared.covered = end
-        self._policy.charge(request, prompt=end - start)
+        if not request.num_preemptions:  # computing it again is no service
+            self._policy.charge(request, prompt=end - start)
 
     def _draw_from(self, draft: Draft, seat: Seat, end: int) -> tuple[Seat, ...]:
         """The seat's last row is planned: it and the choices that fork from it draw, and decode from the next step."""
