@@ -67,6 +67,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         _GEMMA | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
+    "opt": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "opt-untied": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48, "tie_word_embeddings": False}),
+    "gpt2": ("GPT2Config", {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 4}),
+    "gptneox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "gptneox-serial": ("GPTNeoXConfig", {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3-longrope": (
         "Phi3Config",

@@ -50,9 +50,9 @@ class Decoder:
             Layer(config, layer, tables[layer.rope], f"model.layers.{index}", weights, kernels)
             for index, layer in enumerate(config.layers)
         ]
-        self._norm = weights.norm("model.norm.weight", config.hidden_size) + config.norm_offset
+        self._norm = weights.norm("model.norm.weight", config.hidden_size, config.norm_offset)
         if config.tied:
-            head = weights.tied_head(table, self._embedding)
+            head = weights.tied_head(table, self._embedding, "lm_head.weight")
         else:
             head = weights.matrix(["lm_head.weight"], [config.vocab_size], config.hidden_size)
         self._head = PackedLinear(head)
@@ -106,7 +106,7 @@ class Layer:
             return PackedLinear(weight, added)
 
         def norm(name: str, size: int = hidden_size) -> Tensor:
-            return weights.norm(f"{prefix}.{name}.weight", size) + config.norm_offset
+            return weights.norm(f"{prefix}.{name}.weight", size, config.norm_offset)
 
         qkv_names = tuple(f"self_attn.{name}" for name in config.qkv_names)
         gate_up_names = tuple(f"mlp.{name}" for name in config.gate_up_names)

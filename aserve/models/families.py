@@ -96,7 +96,9 @@ def activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _rope(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any], default_theta: float) -> RopeConfig:
+def rope_config(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any] | None = None) -> RopeConfig:
+    """The rotary embedding of heads of `head_dim`: of config.json's section, or of another with its layout."""
+    params = _rope_params(config) if params is None else params
     kind = params.get("rope_type") or params.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     if kind not in _ROPE_KINDS:
@@ -110,7 +112,7 @@ def _rope(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any], d
         numbers["factor"] = positions / numbers["original_max_position_embeddings"]
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()}
     return RopeConfig(
-        theta=float(params.get("rope_theta") or config.get("rope_theta") or default_theta),
+        theta=float(params.get("rope_theta") or config.get("rope_theta") or 10_000.0),
         dim=int(head_dim * partial),
         kind=kind,
         scaling=() if kind == "default" else tuple(sorted(frozen.items())),
@@ -145,7 +147,7 @@ def _llama(
     """What all families share, with Llama's choices."""
     num_heads, hidden_size = required(config, "num_attention_heads"), required(config, "hidden_size")
     head_dim = config.get("head_dim") or head_dim or hidden_size // num_heads
-    rope = _rope(config, head_dim, _rope_params(config), 10000.0)
+    rope = rope_config(config, head_dim)
     bias = bool(config.get("attention_bias", False))
     num_layers = required(config, "num_hidden_layers")
     return DecoderConfig(
@@ -229,7 +231,7 @@ def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     base = _gemma({"rope_theta": 1_000_000.0} | dict(config), pattern=6)
     nested = (config.get("rope_parameters") or {}).get("sliding_attention")  # else any scaling is the other layers'
     local = nested or {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
-    rope = _rope(config, base.head_dim, local, 10_000.0)
+    rope = rope_config(config, base.head_dim, local)
     layers = tuple(layer if layer.window is None else layer._replace(rope=rope) for layer in base.layers)
     return replace(base, layers=layers, qk_norm=True)
 
