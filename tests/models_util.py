@@ -31,6 +31,7 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 # case -> (configuration class, what it sets beyond the shape)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +62,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2moe": (
+        "Qwen2MoeConfig",
+        _EXPERTS | {"num_experts": 5, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
+    "qwen3moe": ("Qwen3MoeConfig", _EXPERTS | {"head_dim": 16, "num_experts": 6, "mlp_only_layers": [1]}),
+    "qwen3moe-normalized": (
+        "Qwen3MoeConfig",
+        _EXPERTS | {"head_dim": 16, "num_experts": 6, "norm_topk_prob": True},
+    ),
     "gemma2": ("Gemma2Config", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3TextConfig", _GEMMA | {"sliding_window_pattern": 3}),
     "gemma3-linear": (
