@@ -18,10 +18,20 @@ from aserve_kernels.linear import PackedLinear
 
 
 class MoE:
-    """Each token's `per_token` likeliest experts, weighed by the router's probabilities."""
+    """Each token's `per_token` likeliest experts, weighed by the router's probabilities.
+
+    `grouped` keeps the experts' weights in one tensor for the grouped product; None is on CUDA.
+    """
 
     def __init__(
-        self, config: DecoderConfig, experts: ExpertsConfig, prefix: str, weights: Weights, kernels: Kernels
+        self,
+        config: DecoderConfig,
+        experts: ExpertsConfig,
+        prefix: str,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        grouped: bool | None = None,
     ) -> None:
         self._experts = experts
         self._activation = config.activation
@@ -33,7 +43,7 @@ class MoE:
             for index in range(experts.num_experts)
         ]
         downs = [f"{prefix}.experts.{index}.{experts.down_name}.weight" for index in range(experts.num_experts)]
-        self._grouped = weights.device.type == "cuda"
+        self._grouped = weights.device.type == "cuda" if grouped is None else grouped
         if self._grouped:
             names = [name for pair in gate_ups for name in pair]
             stacked = weights.matrix(names, [size] * len(names), hidden_size)
@@ -54,18 +64,18 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
-        shares, chosen = self._route(x)
+        shares, chosen = self.route(x)
         if not self._grouped:
             out = self._by_expert(x, shares, chosen)
         elif x.dtype == torch.bfloat16:
-            out = self._by_group(x, shares, chosen)
+            out = self.by_group(x, shares, chosen)
         else:
-            out = self._by_mask(x, shares, chosen)
+            out = self.by_mask(x, shares, chosen)
         if self._shared is not None:
             out = out + functional.linear(x, self._shared_gate).sigmoid() * self._shared(x)
         return out
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares in x's dtype and experts, both [T, per_token]."""
         likely = functional.linear(x, self._router).softmax(dim=-1, dtype=torch.float32)
         shares, chosen = likely.topk(self._experts.per_token, dim=-1)
@@ -88,8 +98,8 @@ class MoE:
                 start += count
         return out
 
-    def _by_group(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """On CUDA in bfloat16: one product over all experts' tokens, whose counts stay on the device."""
+    def by_group(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Grouped, in bfloat16: one product over all experts' tokens, whose counts stay on the device."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = torch.zeros(self._experts.num_experts, dtype=torch.int32, device=x.device)
@@ -103,8 +113,8 @@ class MoE:
         unsorted[order] = part
         return (unsorted.view(*chosen.shape, -1) * shares.unsqueeze(-1)).sum(dim=1)
 
-    def _by_mask(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """On CUDA in other dtypes, which the grouped product does not take: every expert over every token."""
+    def by_mask(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Grouped, in dtypes that CUDA's grouped product does not take: every expert over every token."""
         share_of = torch.zeros(x.shape[0], self._experts.num_experts, dtype=x.dtype, device=x.device)
         share_of.scatter_(1, chosen, shares)
         out = torch.zeros_like(x)
