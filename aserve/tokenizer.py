@@ -75,11 +75,13 @@ class Tokenizer:
             if least > max_tokens:
                 raise _too_long(least, max_tokens, exact=False)
         try:
-            return self._backend.encode(text, add_special_tokens, max_tokens)
+            if not text.isascii():
+                text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 f"the text is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
             ) from None
+        return self._backend.encode(text, add_special_tokens, max_tokens)
 
     @staticmethod
     def is_long(num_chars: int) -> bool:
@@ -192,7 +194,6 @@ class _Slow:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
-        text.encode("utf-8")  # a lone surrogate raises here, not somewhere inside
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if limit is not None and len(ids) > limit:
             raise _too_long(len(ids), limit, exact=True)
