@@ -260,11 +260,13 @@ def from_backend(
     eos_token_ids: Iterable[int] = (),
     chat_templates: str | Items[Mapping[str, str]] | None = None,
 ) -> Tokenizer:
-    """A tokenizers.Tokenizer, with the `options` of a tokenizer_config.json. It is changed in place."""
+    """A tokenizers.Tokenizer, with the `options` of a tokenizer_config.json. It is changed in place.
+
+    Which special tokens encoding adds is tokenizer.json's word alone (add_bos_token is ignored), as in transformers.
+    """
     options = options or {}
     specials = {name: text for name in _SPECIALS if (text := _token_text(options.get(name))) is not None}
     _declare_special(tokenizer, specials)
-    _set_post_processor(tokenizer, options, specials)
     eos, bos = (
         tokenizer.token_to_id(specials[name]) if name in specials else None for name in ("eos_token", "bos_token")
     )
@@ -339,20 +341,6 @@ def _declare_special(tokenizer: Any, specials: Mapping[str, str]) -> None:
     forgotten = [text for text in specials.values() if text not in known and tokenizer.token_to_id(text) is not None]
     if forgotten:
         tokenizer.add_special_tokens(forgotten)
-
-
-def _set_post_processor(tokenizer: Any, options: Mapping[str, Any], specials: Mapping[str, str]) -> None:
-    """add_bos_token and add_eos_token, where given, decide over tokenizer.json, as in transformers."""
-    if "add_bos_token" not in options and "add_eos_token" not in options:
-        return
-    from tokenizers import processors
-
-    before = [specials["bos_token"]] if options.get("add_bos_token") and "bos_token" in specials else []
-    after = [specials["eos_token"]] if options.get("add_eos_token") and "eos_token" in specials else []
-    ids = [(text, tokenizer.token_to_id(text)) for text in before + after]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after], pair=[*before, "$A", "$B", *after], special_tokens=ids
-    )
 
 
 def _longest_token(tokenizer: Any) -> int | None:

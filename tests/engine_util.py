@@ -7,7 +7,7 @@ import selectors
 from collections import deque
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from aserve.engine import Engine
@@ -30,8 +30,8 @@ def word_tokenizer(vocab_size: int = 1000, **options: Any) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "<unk>", "</s>")])
-    stated = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    return from_backend(backend, options=stated, **options)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return from_backend(backend, options={"bos_token": "<s>", "eos_token": "</s>"}, **options)
 
 
 class HeldExecutor:
