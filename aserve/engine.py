@@ -28,7 +28,6 @@ from aserve.chat_template import Message
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, InvalidRequestError, OverloadedError
 from aserve.executors import Executor
-from aserve.executors.thread import ThreadExecutor
 from aserve.metrics import Metrics
 from aserve.output import Output
 from aserve.pipeline import Pipeline, dead_error
@@ -122,7 +121,7 @@ class Engine:
         self._off_loop_limit = anyio.CapacityLimiter(_OFF_LOOP_THREADS)
         if self._executor is None:
             self._model = await self._off_loop(partial(loading.find, self.config))
-            self._executor = ThreadExecutor(partial(loading.make_runner, self._model, self.config))
+            self._executor = await self._off_loop(partial(loading.make_executor, self._model, self.config))
         executor = self._executor
         worker = self._loop.create_task(executor.start())
         try:
@@ -190,6 +189,11 @@ class Engine:
     def name(self) -> str:
         """The model's served name."""
         return self._model.name
+
+    @property
+    def started(self) -> bool:
+        """True once `start` was called, whether or not the model is loaded yet."""
+        return self._started
 
     def check(self) -> None:
         """Raises EngineDeadError or OverloadedError when no request can be served."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aserve import chat_template, tokenizer
 from aserve.config import EngineConfig
-from aserve.executors import Runner
+from aserve.executors import Executor, Runner
 from aserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -74,7 +75,14 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
     return loaded
 
 
-def make_runner(model: Model, config: EngineConfig) -> Runner:
+def make_executor(model: Model, config: EngineConfig) -> Executor:
+    """The default executor, which runs the model on a thread of its own."""
+    from aserve.executors.thread import ThreadExecutor
+
+    return ThreadExecutor(partial(_make_runner, model, config))
+
+
+def _make_runner(model: Model, config: EngineConfig) -> Runner:
     """The runner of the model. Called on the model thread, which owns all that it imports and allocates."""
     from aserve.worker.runner import ModelRunner
 
