@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 from starlette.types import Receive, Scope, Send
@@ -108,18 +108,15 @@ class EventStream:
         opened = False
         try:
             while unfinished:
-                deltas = stream.take_nowait()
-                if not deltas:
-                    if not await stream.ready():
-                        raise RequestFailedError("the stream ended without a finish reason")
-                    continue
+                if not await stream.ready():
+                    raise RequestFailedError("the stream ended without a finish reason")
                 text = ""
                 failure = None
                 if not opened:
                     opened = True
                     self._record.token()
                     text = frames.opening()
-                for delta in deltas:
+                for delta in stream.take_nowait():
                     if delta.finish_reason is not None:
                         if failure := abnormal(delta.finish_reason):
                             break
