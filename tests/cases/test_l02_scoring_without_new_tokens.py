@@ -34,8 +34,11 @@ async def test_prompt_logprobs_have_one_entry_per_position() -> None:
     async with drawing() as app:
         body = {"prompt": "hello", "prompt_logprobs": 2, "max_tokens": 1}
         [choice] = (await post(app, "/v1/completions", body)).json()["choices"]
+        chat = {"messages": [{"role": "user", "content": "hello"}], "prompt_logprobs": 1, "max_tokens": 1}
+        said = (await post(app, "/v1/chat/completions", chat)).json()
         refused = await post(app, "/v1/completions", body | {"stream": True})
     assert choice["prompt_logprobs"][0] is None
     assert [len(position) in (2, 3) for position in choice["prompt_logprobs"][1:]] == [True] * 4
     assert "l" in [entry["decoded_token"] for entry in choice["prompt_logprobs"][2].values()]
     assert refused.status == 400
+    assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
