@@ -154,7 +154,7 @@ def test_ctrl_c_ends_generate_cleanly() -> None:
     flags = ["--load-format", "dummy", "--dtype", "float32", "--num-gpu-blocks-override", "16", "--num-threads", "1"]
     endless = ["--max-tokens", "200", "--temperature", "0"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "aserve", "generate", str(LLAMA), "hello", *endless, *flags],
+        [sys.executable, "-m", "aserve", "generate", str(LLAMA), "q", *endless, *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
