@@ -6,12 +6,13 @@ decoder.py implements it for the Llama-like families; loader.py builds one from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # files.py is imported where torch is not
+    import torch
+    from torch import Tensor
 
-from aserve_kernels import AttentionMeta
+    from aserve_kernels import AttentionMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class ModelSpec:
     dtype: torch.dtype  # of weights, activations and KV
 
 
-KVCache = tuple[Tensor, Tensor]  # key and value pools of one layer, [num_blocks + 1, block_size, Hk, D]
+KVCache: TypeAlias = "tuple[Tensor, Tensor]"  # key and value pools of one layer, [num_blocks + 1, block_size, Hk, D]
 
 
 class Model(Protocol):

