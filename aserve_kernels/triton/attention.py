@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from aserve_kernels.ops import AttentionMeta
+from aserve_kernels.triton.launch import begin, overlapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _arrivals = WeakTensorKeyDictionary()  # key cache -> int32 counters of finished splits; zero between launches
@@ -107,7 +108,9 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -208,7 +211,9 @@ def _chunk_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     # Row r's tiles begin at floor(its first packed query / BLOCK_M) + r: enough for each row, and found by bisection
     tile = tl.program_id(1)
     kv_head = tl.program_id(0)
@@ -303,8 +308,24 @@ def _common(
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         PRECISION="ieee",
+        **overlapped(query.device),
     )
     return constants["GROUP"], constants, (window or 0, softcap or 1.0)
+
+
+def _decode_tile(dtype: torch.dtype, block_d: int) -> dict[str, int]:
+    """Tile and pipeline of the decode kernel; a stage more than usual, since pages are read through the table."""
+    if dtype == torch.float32:  # no matrix units: small tiles, or the registers spill
+        return dict(BLOCK_N=16, num_warps=8, num_stages=3)
+    return dict(BLOCK_N=32 if block_d > 128 else 64, num_warps=4, num_stages=4)
+
+
+def _chunk_tile(dtype: torch.dtype, block_d: int) -> dict[str, int]:
+    if dtype == torch.float32:
+        return dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)
+    if block_d > 128:
+        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
 
 
 def decode_attention(
@@ -321,7 +342,6 @@ def decode_attention(
     rows = meta.num_decodes
     group, constants, scalars = _common(query, key_cache, window, softcap)
     num_kv_heads, head_dim = constants["NUM_KV_HEADS"], constants["D"]
-    wide = query.dtype == torch.float32 or constants["BLOCK_D"] > 128
     min_split = 128 if rows * num_kv_heads <= 64 else 256
     span = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
     splits = num_splits(rows, num_kv_heads, span, min_split)
@@ -345,11 +365,9 @@ def decode_attention(
         *scalars,
         **constants,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=32 if wide else 64,
         SPLITS=splits,
         MIN_SPLIT=min_split,
-        num_warps=4,
-        num_stages=2 if wide else 3,
+        **_decode_tile(query.dtype, constants["BLOCK_D"]),
     )
 
 
@@ -368,9 +386,8 @@ def chunk_attention(
     """Rows [first_row, R), any number of query tokens each; query and out hold all T tokens."""
     num_rows = meta.seq_lens.shape[0] - first_row
     group, constants, scalars = _common(query, key_cache, window, softcap)
-    exact = query.dtype == torch.float32
-    wide = constants["BLOCK_D"] > 128
-    block_m = 32 if exact else (64 if wide else 128)
+    tile = _chunk_tile(query.dtype, constants["BLOCK_D"])
+    block_m = tile["BLOCK_M"]
     num_tokens = query.shape[0] - first_row  # rows before first_row have one token each
     tiles = num_tokens * group // block_m + num_rows
     _chunk_kernel[(constants["NUM_KV_HEADS"], tiles)](
@@ -386,10 +403,7 @@ def chunk_attention(
         scale,
         *scalars,
         **constants,
-        BLOCK_M=block_m,
-        BLOCK_N=32 if exact else 64,
-        num_warps=4 if exact or wide else 8,
-        num_stages=1 if exact else (2 if wide else 3),
+        **tile,
     )
 
 

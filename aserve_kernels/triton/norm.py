@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
+from aserve_kernels.triton.launch import begin, overlapped
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -22,11 +24,14 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     offset = row[:, None] * SIZE + column[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    begin(PDL)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -34,7 +39,6 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
-    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(out_ptr + offset, x * scale[:, None] * weight[None, :], mask=mask)
 
 
@@ -57,6 +61,7 @@ def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps
         ROWS=rows,
         ADD=residual is not None,
         num_warps=max(1, min(16, block * rows // 512)),
+        **overlapped(x.device),
     )
     return out
 
@@ -75,7 +80,8 @@ def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
 
 
 @triton.jit
-def _gated_kernel(out_ptr, gate_up_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(out_ptr, gate_up_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
@@ -101,6 +107,6 @@ def gated_mlp(gate_up: Tensor, activation: str) -> Tensor:
     if num_rows:
         block = 512 if num_rows < 64 else 1024  # more programs where rows are few
         _gated_kernel[(triton.cdiv(size, block), num_rows)](
-            out, gate_up, size, ACTIVATION=activation, BLOCK=block, num_warps=4
+            out, gate_up, size, ACTIVATION=activation, BLOCK=block, num_warps=4, **overlapped(out.device)
         )
     return out

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve_kernels.triton.launch import begin, overlapped
+
 
 @triton.jit
 def _rotary_kv_write_kernel(
@@ -30,7 +32,9 @@ def _rotary_kv_write_kernel(
     ROTARY: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     token = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, BLOCK_D)
@@ -123,5 +127,6 @@ def rotary_kv_write_(
         HEADS=heads,
         NORM=q_weight is not None,
         num_warps=1 if heads * block_d <= 512 else 4,
+        **overlapped(query.device),
     )
     return query

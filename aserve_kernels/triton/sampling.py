@@ -15,6 +15,7 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 from aserve_kernels.ops import SamplingRows
+from aserve_kernels.triton.launch import begin, overlapped
 
 INT_MIN = tl.constexpr(-(2**31))
 LOWEST = tl.constexpr(-2139095040)  # the key of -inf
@@ -56,7 +57,9 @@ def _threshold_kernel(
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     temperature = tl.load(temperature_ptr + row)
@@ -161,7 +164,9 @@ def _draw_kernel(
     QUADS: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     logits_ptr += row * stride
@@ -227,6 +232,7 @@ def _thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:
         MIN_P=rows.min_p is not None,
         BLOCK=min(8192, triton.next_power_of_2(logits.shape[1])),
         num_warps=16,
+        **overlapped(logits.device),
     )
     return threshold
 
@@ -262,5 +268,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         PARTS=parts,
         PARTS_BLOCK=triton.next_power_of_2(parts),
         num_warps=4,
+        **overlapped(device),
     )
     return out
