@@ -29,6 +29,7 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None  # a directory or tokenizer.json; None is the model's own
     skip_tokenizer_init: bool = False  # token ids in, token ids out
+    chat_template: str | None = None  # a file, a built-in name, or a template; None is the model's own
     device: Device = "auto"
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"

@@ -104,7 +104,7 @@ class GGUFFile:
                 param="model",
             ) from None
         num_elements = int(np.prod(info.shape, dtype=np.int64))
-        return num_elements // block_size * int(type_size)
+        return num_elements // int(block_size) * int(type_size)
 
     @property
     def architecture(self) -> str:

@@ -246,7 +246,7 @@ def _unpermute(rows: NDArray[np.uint8], file: GGUFFile, name: str, num_heads: in
 
 
 def _pwrite_all(descriptor: int, values: NDArray[np.float32], offset: int) -> None:
-    data = memoryview(np.ascontiguousarray(values)).cast("B")
+    data = np.ascontiguousarray(values).data.cast("B")
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

@@ -1,0 +1,245 @@
+"""What distinguishes the Llama-like families: config.json in, one frozen DecoderConfig out.
+
+loader.py looks an architecture up here; decoder.py and rope.py read the result and never see config.json. No torch.
+Meanings and defaults are those of transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from aserve.errors import ConfigError
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_ROPE_KINDS = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
+
+
+class RopeConfig(NamedTuple):
+    """One rotary embedding: `dim` features of a head turn. `scaling` is the kind's own numbers, as sorted items."""
+
+    theta: float
+    dim: int
+    kind: str = "default"
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+
+class LayerConfig(NamedTuple):
+    """How one layer attends: over the last `window` positions, or all of them."""
+
+    rope: RopeConfig
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A decoder's shape and its family's choices. `context` is the most positions its rotary embedding serves."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context: int
+    norm_eps: float
+    activation: str
+    layers: tuple[LayerConfig, ...]
+    tied: bool  # the head is the embedding
+    attention_scale: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of each query and key head before rotating
+    post_norms: bool = False  # also normalize what attention and MLP give, before adding it
+    norm_offset: float = 0.0  # added to stored norm weights
+    embedding_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """From config.json. Raises ConfigError for an architecture or an option of it that has no code here."""
+        return FAMILIES[architecture(config)](config)
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that config.json names. Raises ConfigError where it names none."""
+    names = config.get("architectures") or []
+    if not names:
+        raise ConfigError("config.json names no architecture under 'architectures'", param="model")
+    return str(names[0])
+
+
+def required(config: Mapping[str, Any], key: str) -> Any:
+    """config[key]. Raises ConfigError where it is missing or null."""
+    value = config.get(key)
+    if value is None:
+        raise ConfigError(f"config.json does not state {key!r}", param="model")
+    return value
+
+
+def activation(name: str) -> str:
+    """The kernels' name of an activation."""
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"config.json asks for activation {name!r}, which has no code here", param="model")
+    return _ACTIVATIONS[name]
+
+
+def _rope(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any], default_theta: float) -> RopeConfig:
+    kind = params.get("rope_type") or params.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
+    if kind not in _ROPE_KINDS:
+        raise ConfigError(f"config.json asks for rotary embedding {kind!r}, which has no code here", param="model")
+    partial = params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    numbers = {key: value for key, value in params.items() if key not in ("rope_type", "type", "rope_theta")}
+    original = config.get("original_max_position_embeddings") or numbers.get("original_max_position_embeddings")
+    positions = required(config, "max_position_embeddings")
+    numbers["original_max_position_embeddings"] = original or positions
+    if kind in ("yarn", "longrope") and numbers.get("factor") is None:
+        numbers["factor"] = positions / numbers["original_max_position_embeddings"]
+    frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()}
+    return RopeConfig(
+        theta=float(params.get("rope_theta") or config.get("rope_theta") or default_theta),
+        dim=int(head_dim * partial),
+        kind=kind,
+        scaling=() if kind == "default" else tuple(sorted(frozen.items())),
+    )
+
+
+def _rope_params(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary section of config.json, old name or new; that of the unwindowed layers where it is by layer type."""
+    params: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return params.get("full_attention") or params
+
+
+def _context(config: Mapping[str, Any], rope: RopeConfig) -> int:
+    """Positions the model was made for. Dynamic scaling starts beyond them and is not used: it would turn cached
+    keys and new ones by different angles."""
+    positions = int(required(config, "max_position_embeddings"))
+    scaling = dict(rope.scaling)
+    if rope.kind == "linear":
+        return int(positions * scaling.get("factor", 1.0))
+    if rope.kind == "yarn":
+        return max(positions, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
+    return positions
+
+
+def _sliding(config: Mapping[str, Any], layer_types: list[str], window: int | None) -> list[int | None]:
+    return [window if kind == "sliding_attention" else None for kind in layer_types]
+
+
+def _llama(
+    config: Mapping[str, Any], *, head_dim: int | None = None, windows: list[int | None] | None = None
+) -> DecoderConfig:
+    """What all families share, with Llama's choices."""
+    num_heads, hidden_size = required(config, "num_attention_heads"), required(config, "hidden_size")
+    head_dim = config.get("head_dim") or head_dim or hidden_size // num_heads
+    rope = _rope(config, head_dim, _rope_params(config), 10000.0)
+    bias = bool(config.get("attention_bias", False))
+    num_layers = required(config, "num_hidden_layers")
+    return DecoderConfig(
+        vocab_size=required(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=required(config, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        context=_context(config, rope),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        activation=activation(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
+        layers=tuple(LayerConfig(rope, window) for window in windows or [None] * num_layers),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention_scale=head_dim**-0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+def _mistral(config: Mapping[str, Any]) -> DecoderConfig:
+    window = config.get("sliding_window", 4096)
+    return _llama(config, windows=[window] * required(config, "num_hidden_layers"))
+
+
+def _qwen_windows(config: Mapping[str, Any]) -> list[int | None]:
+    num_layers = required(config, "num_hidden_layers")
+    if not config.get("use_sliding_window", False):
+        return [None] * num_layers
+    first = config.get("max_window_layers", 28)
+    types = config.get("layer_types") or [
+        "sliding_attention" if index >= first else "full_attention" for index in range(num_layers)
+    ]
+    return _sliding(config, types, config.get("sliding_window", 4096))
+
+
+def _qwen2(config: Mapping[str, Any]) -> DecoderConfig:
+    return replace(_llama(config, windows=_qwen_windows(config)), qkv_bias=True, output_bias=False)
+
+
+def _qwen3(config: Mapping[str, Any]) -> DecoderConfig:
+    return replace(_llama(config, head_dim=128, windows=_qwen_windows(config)), qk_norm=True)
+
+
+def _phi3(config: Mapping[str, Any]) -> DecoderConfig:
+    window = config.get("sliding_window")
+    base = _llama(config, windows=[window] * required(config, "num_hidden_layers"))
+    return replace(base, qkv_names=("qkv_proj",), gate_up_names=("gate_up_proj",))
+
+
+def _gemma(config: Mapping[str, Any], pattern: int) -> DecoderConfig:
+    """Gemma 2's and 3's common part: scaled embeddings, four norms around 1, every `pattern`th layer unwindowed."""
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError("config.json asks for bidirectional attention, which has no code here", param="model")
+    num_layers = required(config, "num_hidden_layers")
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or pattern
+    types = config.get("layer_types") or [
+        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
+    ]
+    filled = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True} | dict(config)
+    base = _llama(filled, head_dim=256, windows=_sliding(config, types, config.get("sliding_window", 4096)))
+    return replace(
+        base,
+        attention_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+        post_norms=True,
+        norm_offset=1.0,
+        embedding_scale=base.hidden_size**0.5,
+        attention_softcap=config.get("attn_logit_softcapping"),
+        final_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+def _gemma2(config: Mapping[str, Any]) -> DecoderConfig:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return _gemma(caps | dict(config), pattern=2)
+
+
+def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
+    """Gemma 3 also norms queries and keys, and turns its windowed layers by a base of their own."""
+    base = _gemma({"rope_theta": 1_000_000.0} | dict(config), pattern=6)
+    nested = (config.get("rope_parameters") or {}).get("sliding_attention")  # else any scaling is the other layers'
+    local = nested or {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
+    rope = _rope(config, base.head_dim, local, 10_000.0)
+    layers = tuple(layer if layer.window is None else layer._replace(rope=rope) for layer in base.layers)
+    return replace(base, layers=layers, qk_norm=True)
+
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}

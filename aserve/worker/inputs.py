@@ -1,0 +1,306 @@
+"""Per-slot state on the device, and the tensors of one step made from it and a plan's deltas.
+
+Owned by runner.py. `SlotState.apply` uploads what a plan changed, in one transfer; `assemble` and `advance` are device
+operations alone, so that a CUDA graph may capture them for a padded batch of decodes. Plans carry no token id or
+position of a decode: those live here, and the next plan can be launched before this one's tokens are read.
+
+The last slot is the padding slot: its block table points at the scratch block and its draws go nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.plan import SlotUpdate, StepPlan
+from aserve_kernels import AttentionMeta, SamplingRows
+
+_INT_FIELDS = ("prompt_len", "seed", "choice", "top_k")
+_FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawOptions:
+    """Which sampling options any draw of a step uses; the rest cost nothing."""
+
+    all_greedy: bool = True
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """A plan's rows as device tensors. D decodes, K chunks with C tokens in all, S draws."""
+
+    decodes: Tensor  # int64 [D]: slots
+    chunk_tokens: Tensor  # int64 [C]
+    chunk_positions: Tensor  # int64 [C]
+    chunk_token_slots: Tensor  # int64 [C]
+    chunk_slots: Tensor  # int64 [K]
+    chunk_ends: Tensor  # int64 [K]: the row's context after the chunk
+    query_starts: Tensor  # int32 [D + K + 1]
+    draw_rows: Tensor  # int64 [S]: row each draw reads
+    draw_slots: Tensor  # int64 [S]
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+class SlotState:
+    """What the device remembers of each sequence between steps."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        scratch_block: int,
+        device: torch.device,
+    ) -> None:
+        num_slots = max_num_seqs + 1
+        self.padding_slot = max_num_seqs
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.device = device
+        self.max_blocks = max_blocks
+
+        def ints(fill: int = 0) -> Tensor:
+            return torch.full((num_slots,), fill, dtype=torch.int64, device=device)
+
+        def floats(fill: float) -> Tensor:
+            return torch.full((num_slots,), fill, dtype=torch.float32, device=device)
+
+        self.last_token, self.position = ints(), ints()  # position: where last_token will be computed
+        self.prompt_len, self.seed, self.choice, self.top_k = ints(), ints(), ints(), ints(vocab_size)
+        self.temperature, self.top_p, self.min_p = floats(0.0), floats(1.0), floats(0.0)
+        self.block_table = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
+        self.block_table[self.padding_slot] = scratch_block
+        # Host mirrors. Positions do not depend on what is drawn, so the host knows them without reading back.
+        self.host_position = np.zeros(num_slots, dtype=np.int64)
+        self.host_prompt_len = np.zeros(num_slots, dtype=np.int64)
+        self.host_options = np.zeros((num_slots, 4), dtype=bool)  # samples, top_k, top_p, min_p
+        self._batch: tuple[tuple[int, ...], StepBatch] | None = None  # of the last plan that had decodes alone
+        self._rows: tuple[tuple[int, ...], SamplingRows] | None = None  # of the last draws
+
+    def apply(self, plan: StepPlan) -> StepBatch:
+        """Uploads the plan's slot updates, block deltas and rows in one transfer; writes the first two."""
+        batch = None if plan.chunks else self._same_decodes(plan.decodes)
+        if plan.slots:
+            self._rows = None
+        if batch is not None and not plan.slots and not plan.blocks:
+            return batch
+        pack = _Pack()
+        slots = self._pack_slots(pack, plan.slots) if plan.slots else None
+        blocks = self._pack_blocks(pack, plan) if plan.blocks else None
+        rows = self._pack_rows(pack, plan) if batch is None else None
+        device = pack.upload(self.device)
+        if slots is not None:
+            self._write_slots(device, slots)
+        if blocks is not None:
+            self.block_table.view(-1).index_copy_(0, device[blocks[0]], device[blocks[1]].to(torch.int32))
+        if rows is not None:
+            batch = self._batch_of(plan, device, rows)
+        assert batch is not None
+        return batch
+
+    def reset(self) -> None:
+        """Forgets what was kept from the last plan: after a failed step."""
+        self._batch = self._rows = None
+
+    def assemble(self, batch: StepBatch) -> tuple[Tensor, AttentionMeta]:
+        """Token ids int64 [T] and where they go. Device operations only."""
+        decodes = batch.decodes
+        ids, positions, slots, row_slots = self.last_token[decodes], self.position[decodes], decodes, decodes
+        seq_lens = positions + 1
+        if batch.chunk_slots.shape[0]:
+            ids = torch.cat((ids, batch.chunk_tokens))
+            positions = torch.cat((positions, batch.chunk_positions))
+            slots = torch.cat((slots, batch.chunk_token_slots))
+            row_slots = torch.cat((row_slots, batch.chunk_slots))
+            seq_lens = torch.cat((seq_lens, batch.chunk_ends))
+        page = positions // self.block_size
+        blocks = self.block_table.view(-1)[slots * self.max_blocks + page]
+        meta = AttentionMeta(
+            num_decodes=batch.num_decodes,
+            positions=positions,
+            slot_mapping=(positions - page * self.block_size).add_(blocks, alpha=self.block_size),
+            query_starts=batch.query_starts,
+            seq_lens=seq_lens.to(torch.int32),
+            block_tables=self.block_table.index_select(0, row_slots),
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+        return ids, meta
+
+    def sampling_rows(self, draws: tuple[int, ...], batch: StepBatch, meta: AttentionMeta) -> SamplingRows:
+        """Parameters of the step's draws; gathered anew only when draws or slots changed."""
+        if self._rows is None or self._rows[0] != draws:
+            self._rows = (draws, self.gather_rows(batch.draw_slots, self.draw_options(draws)))
+        rows = self._rows[1]
+        if not rows.all_greedy:
+            rows.output_index = self.output_index(batch, meta)
+        return rows
+
+    def gather_rows(self, slots: Tensor, options: DrawOptions) -> SamplingRows:
+        """SamplingRows of these slots, without output_index. Device operations only."""
+        temperature = self.temperature[slots]
+        if options.all_greedy:
+            return SamplingRows(temperature, slots, slots, slots, all_greedy=True)
+        return SamplingRows(
+            temperature=temperature,
+            seeds=self.seed[slots],
+            choices=self.choice[slots],
+            output_index=slots,
+            top_k=self.top_k[slots] if options.top_k else None,
+            top_p=self.top_p[slots] if options.top_p else None,
+            min_p=self.min_p[slots] if options.min_p else None,
+        )
+
+    def output_index(self, batch: StepBatch, meta: AttentionMeta) -> Tensor:
+        """Index of the output token each draw makes. Device operations only."""
+        return meta.seq_lens[batch.draw_rows].long() - self.prompt_len[batch.draw_slots]
+
+    def advance(self, batch: StepBatch, meta: AttentionMeta, tokens: Tensor) -> None:
+        """Makes the drawn tokens the slots' last ones. Device operations only."""
+        self.last_token.index_copy_(0, batch.draw_slots, tokens)
+        self.position.index_copy_(0, batch.draw_slots, meta.seq_lens[batch.draw_rows].long())
+
+    def advance_host(self, plan: StepPlan) -> None:
+        """The host's side of `advance`."""
+        if plan.decodes:
+            self.host_position[list(plan.decodes)] += 1
+        for chunk in plan.chunks:
+            if chunk.draws:
+                self.host_position[list(chunk.draws)] = chunk.start + len(chunk.tokens)
+
+    def draw_options(self, draws: Sequence[int]) -> DrawOptions:
+        """The union of what these slots ask for."""
+        used = np.logical_or.reduce(self.host_options[list(draws)], axis=0)
+        return DrawOptions(not used[0], bool(used[1]), bool(used[2]), bool(used[3]))
+
+    def blocks_of(self, slot: int, length: int) -> Tensor:
+        """The slot's block ids, int64, that hold its first `length` positions."""
+        return self.block_table[slot, : (length + self.block_size - 1) // self.block_size].long()
+
+    def _same_decodes(self, decodes: tuple[int, ...]) -> StepBatch | None:
+        if self._batch is None or self._batch[0] != decodes:
+            return None
+        batch = self._batch[1]
+        batch.max_seq_len = int(self.host_position[list(decodes)].max()) + 1
+        return batch
+
+    def _pack_slots(self, pack: _Pack, updates: Sequence[SlotUpdate]) -> list[slice]:
+        columns: list[list[int]] = [[] for _ in range(1 + len(_INT_FIELDS))]
+        floats: list[list[float]] = [[] for _ in _FLOAT_FIELDS]
+        for update in updates:
+            params = update.params
+            top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+            seed = update.seed & (2**64 - 1)
+            values = (
+                update.slot,
+                update.num_prompt_tokens,
+                seed - 2**64 if seed >= 2**63 else seed,
+                update.choice,
+                top_k,
+            )
+            for column, value in zip(columns, values, strict=True):
+                column.append(value)
+            for numbers, number in zip(floats, (params.temperature, params.top_p, params.min_p), strict=True):
+                numbers.append(number)
+            samples = not params.greedy
+            self.host_options[update.slot] = (
+                samples,
+                samples and top_k < self.vocab_size,
+                samples and params.top_p < 1.0,
+                samples and params.min_p > 0.0,
+            )
+            self.host_prompt_len[update.slot] = update.num_prompt_tokens
+        parts = [pack.add(np.array(column, dtype=np.int64)) for column in columns]
+        return parts + [pack.add(np.array(column, dtype=np.float64).view(np.int64)) for column in floats]
+
+    def _write_slots(self, device: Tensor, parts: list[slice]) -> None:
+        slots = device[parts[0]]
+        for name, part in zip(_INT_FIELDS, parts[1:], strict=False):
+            getattr(self, name).index_copy_(0, slots, device[part])
+        for name, part in zip(_FLOAT_FIELDS, parts[1 + len(_INT_FIELDS) :], strict=True):
+            getattr(self, name).index_copy_(0, slots, device[part].view(torch.float64).to(torch.float32))
+
+    def _pack_blocks(self, pack: _Pack, plan: StepPlan) -> tuple[slice, slice]:
+        at: list[int] = []
+        values: list[int] = []
+        for delta in plan.blocks:
+            first = delta.slot * self.max_blocks + delta.start
+            at.extend(range(first, first + len(delta.blocks)))
+            values.extend(delta.blocks)
+        return pack.add(np.array(at, dtype=np.int64)), pack.add(np.array(values, dtype=np.int64))
+
+    def _pack_rows(self, pack: _Pack, plan: StepPlan) -> list[slice]:
+        num_decodes = len(plan.decodes)
+        counts = [len(chunk.tokens) for chunk in plan.chunks]
+        draw_rows = list(range(num_decodes))
+        for row, chunk in enumerate(plan.chunks, num_decodes):
+            draw_rows += [row] * len(chunk.draws)
+        starts = np.arange(num_decodes + len(counts) + 1, dtype=np.int64)
+        arrays = [np.array(plan.decodes, dtype=np.int64)]
+        if counts:
+            starts[num_decodes + 1 :] = num_decodes + np.cumsum(counts)
+            arrays += [
+                np.concatenate([np.array(chunk.tokens, dtype=np.int64) for chunk in plan.chunks]),
+                np.concatenate([np.arange(c.start, c.start + len(c.tokens), dtype=np.int64) for c in plan.chunks]),
+                np.repeat(np.array([chunk.slot for chunk in plan.chunks], dtype=np.int64), counts),
+                np.array([chunk.slot for chunk in plan.chunks], dtype=np.int64),
+                np.array([chunk.start + len(chunk.tokens) for chunk in plan.chunks], dtype=np.int64),
+            ]
+        else:
+            arrays += [np.empty(0, dtype=np.int64)] * 5
+        arrays += [starts, np.array(draw_rows, dtype=np.int64), np.array(plan.draws, dtype=np.int64)]
+        return [pack.add(array) for array in arrays]
+
+    def _batch_of(self, plan: StepPlan, device: Tensor, parts: list[slice]) -> StepBatch:
+        tensors = [device[part] for part in parts]
+        longest = [chunk.start + len(chunk.tokens) for chunk in plan.chunks]
+        if plan.decodes:
+            longest.append(int(self.host_position[list(plan.decodes)].max()) + 1)
+        batch = StepBatch(
+            decodes=tensors[0],
+            chunk_tokens=tensors[1],
+            chunk_positions=tensors[2],
+            chunk_token_slots=tensors[3],
+            chunk_slots=tensors[4],
+            chunk_ends=tensors[5],
+            query_starts=tensors[6].to(torch.int32),
+            draw_rows=tensors[7],
+            draw_slots=tensors[8],
+            num_decodes=len(plan.decodes),
+            max_query_len=max((len(chunk.tokens) for chunk in plan.chunks), default=1),
+            max_seq_len=max(longest, default=0),
+        )
+        self._batch = (plan.decodes, batch) if plan.decodes and not plan.chunks else None
+        return batch
+
+
+class _Pack:
+    """int64 arrays laid end to end, so that one transfer carries them all. Floats travel as their float64 bits."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._size = 0
+
+    def add(self, array: np.ndarray) -> slice:
+        start = self._size
+        self._arrays.append(array)
+        self._size += len(array)
+        return slice(start, self._size)
+
+    def upload(self, device: torch.device) -> Tensor:
+        host = torch.from_numpy(np.concatenate(self._arrays))
+        if device.type == "cuda":
+            return host.pin_memory().to(device, non_blocking=True)
+        return host

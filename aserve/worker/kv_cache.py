@@ -1,0 +1,74 @@
+"""The KV pools: one key and one value tensor per layer on the device, and a host pool for swapped blocks.
+
+Owned by runner.py, which applies a plan's copies through it in the plan's order. Block ids come from the scheduler and
+are trusted; the last device block is scratch, where padding rows write, and no sequence owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aserve.models import KVCache, ModelSpec
+from aserve.plan import BlockCopy
+from aserve_kernels import Kernels
+
+
+def block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """Bytes of one block in all layers, keys and values."""
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+
+class KVPools:
+    """Device pools `caches` and the host pool, block-major so that one block is one contiguous transfer."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kernels: Kernels,
+        *,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        shape = (num_gpu_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
+
+        def pool() -> Tensor:
+            return torch.zeros(shape, dtype=spec.dtype, device=device)  # zeroed: a masked NaN would still spread
+
+        self.caches: list[KVCache] = [(pool(), pool()) for _ in range(spec.num_layers)]
+        self.block_size = block_size
+        self.scratch_block = num_gpu_blocks
+        self._flat = [tensor for pair in self.caches for tensor in pair]
+        self._kernels = kernels
+        self._device = device
+        self.host = torch.empty(
+            (num_cpu_blocks, len(self._flat), *shape[1:]), dtype=spec.dtype, pin_memory=device.type == "cuda"
+        )
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks within the device pool; every source is read before any target is written."""
+        self._kernels.copy_blocks_(self._flat, torch.tensor(copies, dtype=torch.int64, device=self._device))
+
+    def swap_out(self, copies: Sequence[BlockCopy]) -> None:
+        """Device blocks (sources) to host blocks (targets), in stream order on CUDA."""
+        blocks = torch.tensor([copy.source for copy in copies], dtype=torch.int64, device=self._device)
+        staged = self._kernels.gather_blocks(self._flat, blocks).transpose(0, 1).contiguous()
+        for part, copy in zip(staged, copies, strict=True):
+            self.host[copy.target].copy_(part, non_blocking=True)
+
+    def swap_in(self, copies: Sequence[BlockCopy]) -> None:
+        """Host blocks (sources) to device blocks (targets)."""
+        staged = torch.empty((len(copies), *self.host.shape[1:]), dtype=self.host.dtype, device=self._device)
+        for part, copy in zip(staged, copies, strict=True):
+            part.copy_(self.host[copy.source], non_blocking=True)
+        blocks = torch.tensor([copy.target for copy in copies], dtype=torch.int64, device=self._device)
+        self._kernels.scatter_blocks_(self._flat, blocks, staged.transpose(0, 1))
+
+    def scrub(self, blocks: Tensor) -> None:
+        """Replaces non-finite keys and values of these blocks by zero, so that whoever owns them next is not hurt."""
+        for cache in self._flat:
+            cache.index_copy_(0, blocks, cache.index_select(0, blocks).nan_to_num_(0.0, 0.0, 0.0))

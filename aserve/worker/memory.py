@@ -1,0 +1,105 @@
+"""How large things are: dtype, threads, KV blocks, context length. Called once by runner.py while loading.
+
+Sizes that cannot work raise ConfigError with the numbers and the option to change.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from aserve.config import EngineConfig
+from aserve.errors import ConfigError
+from aserve.models import ModelSpec
+from aserve.worker.kv_cache import block_bytes
+
+GIB = 1 << 30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Limits(NamedTuple):
+    """The step bounds, resolved for the device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class PoolSizes(NamedTuple):
+    """Blocks in the device and host pools, and the longest context, in tokens."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    max_model_len: int
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """`auto` is CUDA where there is a card."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device", param="device")
+    return torch.device(config.device)
+
+
+def resolve_dtype(config: EngineConfig, model_dtype: str | None, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the processor multiplies it natively, else float32; on CUDA the model's half type."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if device.type == "cuda":
+        return torch.float16 if model_dtype == "float16" else torch.bfloat16
+    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def resolve_threads(config: EngineConfig) -> int:
+    """The cores this process may use, or the option."""
+    return config.num_threads or len(os.sched_getaffinity(0))
+
+
+def resolve_limits(config: EngineConfig, device: torch.device) -> Limits:
+    """How many sequences and tokens one step may hold."""
+    seqs, tokens = (256, 8192) if device.type == "cuda" else (64, 512)
+    max_num_seqs = config.max_num_seqs or seqs
+    return Limits(max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs))
+
+
+def size_pools(config: EngineConfig, spec: ModelSpec, *, available: int) -> PoolSizes:
+    """Divides `available` bytes (what a device has left for KV) into blocks. Raises ConfigError when none fit."""
+    per_block = block_bytes(spec, config.block_size)
+    num_gpu_blocks = config.num_gpu_blocks_override or max(available, 0) // per_block
+    if num_gpu_blocks < 1:
+        raise ConfigError(
+            f"no memory for KV: {available / GIB:.2f} GiB are left and one block of {config.block_size} tokens takes "
+            f"{per_block / GIB:.4f} GiB; use a smaller model, or raise --gpu-memory-utilization or --kv-cache-memory",
+            param="gpu_memory_utilization",
+        )
+    capacity = num_gpu_blocks * config.block_size
+    longest = spec.max_position_embeddings
+    if config.max_model_len is None:
+        longest = min(longest, capacity)
+    elif config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is longer than the model's {longest} positions",
+            param="max_model_len",
+        )
+    elif config.max_model_len > capacity:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} does not fit the KV pool of {capacity} tokens",
+            param="max_model_len",
+        )
+    else:
+        longest = config.max_model_len
+    num_cpu_blocks = min(int(config.swap_space * GIB) // per_block, num_gpu_blocks)
+    return PoolSizes(num_gpu_blocks, num_cpu_blocks, longest)
+
+
+def cuda_available_bytes(config: EngineConfig, device: torch.device) -> int:
+    """What gpu_memory_utilization leaves for KV. Call after a profile run: its peak stays reserved for steps."""
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)  # other processes and the CUDA context
+    return int(total * config.gpu_memory_utilization) - outside - torch.cuda.max_memory_allocated(device)

@@ -1,0 +1,303 @@
+"""Executes StepPlans with a model over paged memory: executors.Runner for one process, on CPU or one GPU.
+
+Everything is called on the model thread, in plan order, except `wait`. `launch` reads nothing back from the device: a
+step's draws reach the host in one copy that `wait` waits for, so that the next plan can be launched before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import aserve_kernels
+from aserve.config import EngineConfig
+from aserve.executors import StepError
+from aserve.models import Model
+from aserve.models.files import ModelFiles
+from aserve.plan import StepPlan, StepResult, StepTimings, WorkerInfo
+from aserve.worker import memory
+from aserve.worker.inputs import SlotState, StepBatch
+from aserve.worker.kv_cache import KVPools
+from aserve.worker.prompt_logprobs import PromptLogprobs, PromptPart
+from aserve.worker.sampler import DrawnLogprobs, Sampler
+from aserve_kernels import AttentionMeta, Kernels
+
+logger = logging.getLogger("aserve.worker")
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launched step: its draws on their way to the host."""
+
+    plan: StepPlan
+    drawn: Tensor | None  # int64 [2, S] on the host: tokens, finite flags
+    logprobs: DrawnLogprobs | None
+    prompt: list[PromptPart]
+    timings: StepTimings
+    started: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
+
+
+class ModelRunner:
+    """executors.Runner over the model in `files`. `load_model` replaces models.loader's."""
+
+    def __init__(
+        self, files: ModelFiles, config: EngineConfig, *, load_model: Callable[..., Model] | None = None
+    ) -> None:
+        self.files = files
+        self.config = config
+        self._load_model = load_model
+        self._bad: deque[tuple[int, int]] = deque()  # (slot, length) whose KV may hold non-finite values
+
+    # executors.Runner
+
+    @torch.inference_mode()
+    def load(self) -> WorkerInfo:
+        """Loads weights, profiles and sizes the pools. Raises ConfigError where they cannot fit."""
+        began = time.perf_counter()
+        config = self.config
+        self.device = memory.resolve_device(config)
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            torch.set_num_threads(memory.resolve_threads(config))
+        self.kernels = _kernels(config, self.device)
+        self.limits = memory.resolve_limits(config, self.device)
+        self.model = self._make_model()
+        spec = self.model.spec
+        if config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None or not cuda:
+            available = config.kv_cache_memory or memory.GIB
+        else:
+            self._profile()
+            available = memory.cuda_available_bytes(config, self.device)
+        sizes = memory.size_pools(config, spec, available=available)
+        self.pools = KVPools(
+            spec,
+            self.kernels,
+            num_gpu_blocks=sizes.num_gpu_blocks,
+            num_cpu_blocks=sizes.num_cpu_blocks,
+            block_size=config.block_size,
+            device=self.device,
+        )
+        self.state = SlotState(
+            max_num_seqs=self.limits.max_num_seqs,
+            max_blocks=-(-sizes.max_model_len // config.block_size),
+            block_size=config.block_size,
+            vocab_size=spec.vocab_size,
+            scratch_block=self.pools.scratch_block,
+            device=self.device,
+        )
+        self.sampler = Sampler(self.kernels, spec.vocab_size, self.device)
+        self.prompt_logprobs = PromptLogprobs(self.model, self.sampler)
+        logger.info("# GPU blocks: %d, # CPU blocks: %d", sizes.num_gpu_blocks, sizes.num_cpu_blocks)
+        return WorkerInfo(
+            num_gpu_blocks=sizes.num_gpu_blocks,
+            num_cpu_blocks=sizes.num_cpu_blocks,
+            block_size=config.block_size,
+            max_model_len=sizes.max_model_len,
+            vocab_size=spec.vocab_size,
+            depth=config.depth or (2 if cuda else 1),
+            device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
+            dtype=str(spec.dtype).removeprefix("torch."),
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            startup_seconds=time.perf_counter() - began,
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """Starts a step. Raises StepError, naming the slots at fault where known; the step's slots are then lost
+        until they are handed out again."""
+        try:
+            return self._launch(plan)
+        except StepError:
+            self.state.reset()
+            raise
+        except Exception as error:
+            self.state.reset()
+            if self.device.type == "cuda" and not isinstance(error, torch.cuda.OutOfMemoryError):
+                raise  # a CUDA fault poisons the context: the worker cannot go on
+            raise StepError(f"step {plan.number} failed: {error}") from error
+
+    def wait(self, handle: object) -> StepResult:
+        """The step's draws, once they are on the host. Waiting releases the GIL."""
+        assert isinstance(handle, Pending)
+        if handle.done is not None:
+            handle.done.synchronize()
+            assert handle.started is not None
+            handle.timings.compute = handle.started.elapsed_time(handle.done) / 1000
+        plan = handle.plan
+        tokens: list[int] = []
+        bad: tuple[int, ...] = ()
+        if handle.drawn is not None:
+            tokens, finite = handle.drawn.tolist()
+            if 0 in finite:
+                bad = tuple(i for i, flag in enumerate(finite) if not flag)
+                draws = plan.draws
+                self._bad.extend((draws[i], int(self.state.host_position[draws[i]])) for i in bad)
+        return StepResult(
+            number=plan.number,
+            tokens=tokens,
+            bad=bad,
+            logprobs=handle.logprobs.read(tokens) if handle.logprobs is not None else {},
+            prompt_logprobs={part.chunk: part.read() for part in handle.prompt},
+            timings=handle.timings,
+        )
+
+    def _make_model(self) -> Model:
+        make = self._load_model
+        if make is None:
+            from aserve.models import loader
+
+            make = loader.load_model
+        own = self.files.config.get("text_config", self.files.config)
+        dtype = memory.resolve_dtype(self.config, own.get("dtype") or own.get("torch_dtype"), self.device)
+        return make(
+            self.files,
+            dtype=dtype,
+            device=self.device,
+            kernels=self.kernels,
+            load_format=self.config.load_format,
+            seed=self.config.seed,
+        )
+
+    def close(self) -> None:
+        """Frees the model and the pools."""
+        for name in ("model", "pools", "state", "sampler", "prompt_logprobs"):
+            self.__dict__.pop(name, None)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # one step
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        began = time.perf_counter()
+        started = self._record_event()
+        self._scrub()
+        self._check_tokens(plan)
+        if plan.slots:
+            self.sampler.update(plan.slots)
+            self.prompt_logprobs.start(update.slot for update in plan.slots)
+        batch = self.state.apply(plan)
+        if plan.swap_out:
+            self.pools.swap_out(plan.swap_out)
+        if plan.swap_in:
+            self.pools.swap_in(plan.swap_in)
+        if plan.copies:
+            self.pools.copy(plan.copies)
+        pending = Pending(plan, None, None, [], StepTimings(), started)
+        if plan.num_tokens:
+            self._compute(plan, batch, pending)
+            self.state.advance_host(plan)
+        pending.done = self._record_event()
+        pending.timings.launch = pending.timings.compute = time.perf_counter() - began
+        return pending
+
+    def _compute(self, plan: StepPlan, batch: StepBatch, pending: Pending) -> None:
+        """Forward, draw, and the draws' copy to the host."""
+        ids, meta = self.state.assemble(batch)
+        hidden = self.model.forward(ids, meta, self.pools.caches)
+        if plan.chunks:
+            pending.prompt = self.prompt_logprobs.compute(plan, hidden, self.state.host_prompt_len)
+        draws = plan.draws
+        if not draws:
+            return
+        if plan.chunks:
+            hidden = hidden[batch.query_starts[1:][batch.draw_rows].long() - 1]
+        logits = self.model.logits(hidden)
+        rows = self.state.sampling_rows(draws, batch, meta)
+        logprobs = None
+        if self.sampler.plain(draws):
+            tokens = self.kernels.sample(logits, rows)
+        else:
+            tokens, logprobs = self.sampler.draw(logits, rows, draws, self._output_index(plan))
+        drawn = torch.stack((tokens, _finite(hidden, logits, tokens)))
+        self.state.advance(batch, meta, tokens)
+        if self.device.type == "cuda":
+            drawn = _to_host(drawn)
+            logprobs = logprobs and logprobs.to_host()
+        pending.drawn, pending.logprobs = drawn, logprobs
+
+    def _output_index(self, plan: StepPlan) -> list[int]:
+        """Host's copy of the index of the output token each draw makes."""
+        prompt_len = self.state.host_prompt_len
+        index = [int(self.state.host_position[slot] + 1 - prompt_len[slot]) for slot in plan.decodes]
+        for chunk in plan.chunks:
+            index += [int(chunk.start + len(chunk.tokens) - prompt_len[slot]) for slot in chunk.draws]
+        return index
+
+    def _check_tokens(self, plan: StepPlan) -> None:
+        vocab_size = self.state.vocab_size
+        bad = [c.slot for c in plan.chunks if min(c.tokens, default=0) < 0 or max(c.tokens, default=0) >= vocab_size]
+        if bad:
+            raise StepError(f"a token is outside the vocabulary of {vocab_size}", tuple(bad))
+
+    def _scrub(self) -> None:
+        """Cleans the KV of sequences that drew from non-finite logits, before anyone else owns their blocks."""
+        while self._bad:
+            slot, length = self._bad.popleft()
+            self.pools.scrub(self.state.blocks_of(slot, length))
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _profile(self) -> None:
+        """The largest step there can be, over a throwaway pool, so that the peak of memory is known."""
+        spec, block_size = self.model.spec, self.config.block_size
+        count = self.limits.max_num_batched_tokens
+        longest = min(count, self.config.max_model_len or spec.max_position_embeddings)
+        ends = [*range(longest, count, longest), count]
+        starts = torch.tensor([0, *ends], dtype=torch.int32)
+        lens = starts.diff()
+        positions = torch.cat([torch.arange(int(n)) for n in lens])
+        width = -(-longest // block_size)
+        rows = torch.repeat_interleave(torch.arange(len(ends)), lens)
+        tables = torch.arange(len(ends) * width, dtype=torch.int32).view(-1, width)
+        meta = AttentionMeta(
+            num_decodes=0,
+            positions=positions.to(self.device),
+            slot_mapping=(rows * width * block_size + positions).to(self.device),
+            query_starts=starts.to(self.device),
+            seq_lens=lens.to(self.device),
+            block_tables=tables.to(self.device),
+            max_query_len=longest,
+            max_seq_len=longest,
+        )
+        shape = (tables.numel() + 1, block_size, spec.num_kv_heads, spec.head_dim)
+        pair = [torch.zeros(shape, dtype=spec.dtype, device=self.device) for _ in range(2)]
+        caches = [(pair[0], pair[1])] * spec.num_layers
+        hidden = self.model.forward(torch.zeros_like(meta.positions), meta, caches)
+        logits = self.model.logits(hidden[: self.limits.max_num_seqs]).float()
+        logits.softmax(dim=-1)
+        torch.cuda.synchronize(self.device)
+
+
+def _kernels(config: EngineConfig, device: torch.device) -> Kernels:
+    if device.type == "cpu" or config.attention_backend == "torch":
+        return aserve_kernels.load("torch")
+    return aserve_kernels.load("triton")
+
+
+def _finite(hidden: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+    """1 where a draw's logits were finite: a NaN or inf among them comes from the hidden state, or wins the draw."""
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    total = hidden.sum(dim=-1, dtype=torch.float32)
+    return (total.isfinite() & (chosen < float("inf"))).long()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """An asynchronous copy into pinned memory; valid once the step's event has passed."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

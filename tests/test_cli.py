@@ -1,0 +1,136 @@
+"""The command line: what it loads, what its flags make, how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import routes.server
+from aserve import cli
+from aserve.config import EngineConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def served(monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[EngineConfig, routes.server.ServerOptions]:
+    """What `aserve serve ARGV` would serve."""
+    calls: list[Any] = []
+
+    def serve(config: EngineConfig, options: routes.server.ServerOptions) -> int:
+        calls.append((config, options))
+        return 0
+
+    monkeypatch.setattr(routes.server, "serve", serve)
+    assert cli.main(["serve", *argv]) == 0
+    [call] = calls
+    return call  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["generate", "--help"], ["models", "--help"]])
+def test_help_loads_no_torch_and_no_web_framework(argv: Sequence[str]) -> None:
+    code = (
+        "import sys; from aserve.cli import main\n"
+        f"try: main({argv!r})\n"
+        "except SystemExit as exit: assert exit.code == 0\n"
+        "heavy = {'torch', 'transformers', 'starlette', 'uvicorn', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: aserve" in done.stdout
+
+
+def test_every_engine_option_has_a_flag_and_help() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    assert set(cli._ENGINE_HELP) == fields
+
+
+def test_flags_make_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [
+        *("dir", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"),
+        *("--max-num-batched-tokens", "256", "--block-size", "32", "--num-gpu-blocks-override", "100"),
+        *("--no-enable-prefix-caching", "--seed", "7", "--gpu-memory-utilization", "0.5", "--swap-space", "0"),
+        *("--load-format", "dummy", "--attention-backend", "torch", "--enforce-eager", "--max-queue", "9"),
+        *("--chat-template", "chatml", "--policy", "fcfs"),
+    ]
+    config, _ = served(monkeypatch, *flags)
+    assert config == EngineConfig(
+        model="dir",
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        block_size=32,
+        num_gpu_blocks_override=100,
+        enable_prefix_caching=False,
+        seed=7,
+        gpu_memory_utilization=0.5,
+        swap_space=0.0,
+        load_format="dummy",
+        attention_backend="torch",
+        enforce_eager=True,
+        max_queue=9,
+        chat_template="chatml",
+        policy="fcfs",
+    )
+
+
+def test_no_flags_make_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, options = served(monkeypatch)
+    assert config == EngineConfig()
+    assert options == routes.server.ServerOptions()
+
+
+def test_http_flags_make_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [
+        *("--host", "0.0.0.0", "--port", "0", "--served-model-name", "a", "--served-model-name", "b"),
+        *("--api-key", "k", "--api-key", "l", "--cors-origin", "*", "--max-body-bytes", "10"),
+        *("--drain-timeout", "1.5", "--ping-interval", "2", "--log-level", "warning", "--app", "m:f"),
+    ]
+    _, options = served(monkeypatch, *flags)
+    assert options == routes.server.ServerOptions(
+        host="0.0.0.0",
+        port=0,
+        served_model_names=("a", "b"),
+        api_keys=("k", "l"),
+        cors_origins=("*",),
+        max_body_bytes=10,
+        drain_timeout=1.5,
+        ping_interval=2.0,
+        log_level="warning",
+        app="m:f",
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["serve", "--block-size", "3"],
+        ["serve", "--port", "70000"],
+        ["serve", "/nonexistent", "--port", "0"],
+        ["generate", "a", "b", "c"],
+        ["generate", "/nonexistent", "hello"],
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("aserve: error: ")
+    assert message.count("\n") == 1
+
+
+def test_models_lists_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    assert "gguf" in capsys.readouterr().out
+
+
+def test_a_command_is_asked_for() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2
