@@ -82,6 +82,41 @@ def _attend(
 
 
 @triton.jit
+def _combine(
+    partial_ptr,
+    lse_ptr,
+    unit,
+    active,
+    d,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The splits' results weighted by their share of the softmax, read past the L1 cache; in order, so that equal
+    inputs give equal bits."""
+    m = tl.arange(0, BLOCK_M)
+    split = tl.arange(0, SPLITS)
+    first = unit * SPLITS * GROUP
+    mask = (split < active)[:, None] & (m < GROUP)[None, :]
+    lses = tl.load(
+        lse_ptr + first + split[:, None] * GROUP + m[None, :], mask=mask, other=float("-inf"), cache_modifier=".cg"
+    )
+    maximum = tl.max(lses, axis=0)
+    maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.sum(tl.exp2(lses - maximum[None, :]), axis=0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for other in tl.range(0, active, loop_unroll_factor=4):
+        slot = first + other * GROUP + m
+        lse = tl.load(lse_ptr + slot, mask=m < GROUP, other=float("-inf"), cache_modifier=".cg")
+        part_ptr = partial_ptr + slot[:, None] * D + d[None, :]
+        part = tl.load(part_ptr, mask=(m < GROUP)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
+        acc += tl.exp2(lse - maximum)[:, None] * part
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
+@triton.jit
 def _decode_kernel(
     out_ptr,
     query_ptr,
@@ -153,38 +188,22 @@ def _decode_kernel(
         PRECISION,
     )
     normal = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if active <= 1:
+    if SPLITS == 1:
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
-        return
-
-    # one partial result per split: [row, kv head, split, group, D], with the log of its weight beside it
-    unit = row.to(tl.int64) * NUM_KV_HEADS + kv_head
-    slot = (unit * SPLITS + split) * GROUP + m
-    lse = tl.where(total > 0.0, maximum + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-    tl.store(partial_ptr + slot[:, None] * D + d[None, :], normal, mask=mask)
-    tl.store(lse_ptr + slot, lse, mask=m < GROUP)
-    tl.debug_barrier()  # every thread's stores come before the arrival that publishes them
-    arrived = tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel", scope="gpu")
-    if arrived != active - 1:
-        return
-    tl.store(arrivals_ptr + unit, 0)
-    first = unit * SPLITS * GROUP + m
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for other in range(0, active):
-        lse = tl.load(lse_ptr + first + other * GROUP, mask=m < GROUP, other=float("-inf"), cache_modifier=".cg")
-        maximum = tl.maximum(maximum, lse)
-    maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for other in range(0, active):
-        slot = first + other * GROUP
-        lse = tl.load(lse_ptr + slot, mask=m < GROUP, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(lse - maximum)
-        total += weight
-        part = tl.load(partial_ptr + slot[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        acc += weight[:, None] * part
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    elif active <= 1:
+        tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        # one partial result per split: [row, kv head, split, group, D], with the log of its weight beside it
+        unit = row.to(tl.int64) * NUM_KV_HEADS + kv_head
+        slot = (unit * SPLITS + split) * GROUP + m
+        lse = tl.where(total > 0.0, maximum + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        tl.store(partial_ptr + slot[:, None] * D + d[None, :], normal, mask=mask)
+        tl.store(lse_ptr + slot, lse, mask=m < GROUP)
+        tl.debug_barrier()  # every thread's stores come before the arrival that publishes them
+        if tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel", scope="gpu") == active - 1:
+            tl.store(arrivals_ptr + unit, 0)
+            acc = _combine(partial_ptr, lse_ptr, unit, active, d, D, BLOCK_D, GROUP, BLOCK_M, SPLITS)
+            tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -31,45 +31,41 @@ def _vector_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    num_tokens,
     num_outputs,
     K: tl.constexpr,
-    TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One or two tokens: multiply and add in float32, no matrix units."""
+    """Multiplies and adds in float32, no matrix units: fastest where arithmetic hides behind the weight's bytes."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    t = tl.arange(0, BLOCK_T)
     rows = weight_ptr + n[:, None] * K + k[None, :]
+    tokens = x_ptr + t[:, None] * K + k[None, :]
     exists = (n < num_outputs)[:, None]
+    present = (t < num_tokens)[:, None]
     w = tl.load(rows, mask=exists & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
     begin(PDL)
-    first = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    acc = w.to(tl.float32) * first[None, :]
-    if TOKENS == 2:
-        second = tl.load(x_ptr + K + k, mask=k < K, other=0.0).to(tl.float32)
-        acc_second = w.to(tl.float32) * second[None, :]
+    x = tl.load(tokens, mask=present & (k < K)[None, :], other=0.0).to(tl.float32)
+    acc = w.to(tl.float32)[None, :, :] * x[:, None, :]
     for start in tl.range(BLOCK_K, K, BLOCK_K):
-        inside = start + k < K
-        w = tl.load(rows + start, mask=exists & inside[None, :], other=0.0, eviction_policy="evict_first")
-        first = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
-        acc += w.to(tl.float32) * first[None, :]
-        if TOKENS == 2:
-            second = tl.load(x_ptr + K + start + k, mask=inside, other=0.0).to(tl.float32)
-            acc_second += w.to(tl.float32) * second[None, :]
-    mask = n < num_outputs
-    bias = tl.zeros([BLOCK_N], tl.float32)
+        inside = (start + k < K)[None, :]
+        w = tl.load(rows + start, mask=exists & inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(tokens + start, mask=present & inside, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
+    out = tl.sum(acc, axis=2)
     if BIAS:
-        bias = tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, tl.sum(acc, axis=1) + bias, mask=mask)
-    if TOKENS == 2:
-        tl.store(out_ptr + num_outputs + n, tl.sum(acc_second, axis=1) + bias, mask=mask)
+        out += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
+    mask = present & (n < num_outputs)[None, :]
+    tl.store(out_ptr + t[:, None] * num_outputs + n[None, :], out, mask=mask)
 
 
 @triton.jit
-def _few_tokens_kernel(
+def _matrix_kernel(
     out_ptr,
     x_ptr,
     weight_ptr,
@@ -83,7 +79,7 @@ def _few_tokens_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Up to MAX_TOKENS tokens: the weight tile is the left operand, the tokens are its few columns."""
+    """On the matrix units: the weight tile is the left operand, the tokens are its few columns."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
@@ -91,7 +87,7 @@ def _few_tokens_kernel(
     exists = (n < num_outputs)[:, None]
     if PDL:
         line = tl.arange(0, BLOCK_K * 2 // 64) * 64  # the first two tiles, a pointer for each 128 bytes
-        _prefetch(rows + tl.minimum(line, K - 1)[None, :])
+        _prefetch(weight_ptr + tl.minimum(n, num_outputs - 1)[:, None] * K + tl.minimum(line, K - 1)[None, :])
     begin(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
@@ -112,50 +108,38 @@ def _few_tokens_kernel(
     )
 
 
-def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **tuning: int) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, for T <= MAX_TOKENS in bfloat16 or float16."""
+def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool, **tile: int) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, for T <= MAX_TOKENS, by either kernel with the given tile."""
     num_tokens, size = x.shape
     num_outputs = weight.shape[0]
-    x = x.contiguous()
     out = x.new_empty(num_tokens, num_outputs)
-    common = dict(K=size, BIAS=bias is not None, **overlapped(x.device))
-    if num_tokens <= 2 and not tuning.pop("dot", 0):
-        block_k = min(triton.next_power_of_2(size), tuning.get("BLOCK_K", 1024))
-        block_n = tuning.get("BLOCK_N", 4 if num_outputs <= 2048 else 16)
-        _vector_kernel[(triton.cdiv(num_outputs, block_n),)](
-            out,
-            x,
-            weight,
-            bias,
-            num_outputs,
-            TOKENS=num_tokens,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=tuning.get("num_warps", 4),
-            num_stages=tuning.get("num_stages", 3),
-            **common,
-        )
-        return out
-    block_n = tuning.get("BLOCK_N", 16 if num_outputs <= 4096 else 64)
-    _few_tokens_kernel[(triton.cdiv(num_outputs, block_n),)](
+    tile["BLOCK_K"] = min(triton.next_power_of_2(size), tile["BLOCK_K"])
+    (_vector_kernel if vector else _matrix_kernel)[(triton.cdiv(num_outputs, tile["BLOCK_N"]),)](
         out,
-        x,
+        x.contiguous(),
         weight,
         bias,
         num_tokens,
         num_outputs,
-        BLOCK_T=8 if num_tokens <= 8 else 16,
-        BLOCK_N=block_n,
-        BLOCK_K=tuning.get("BLOCK_K", 128),
-        num_warps=tuning.get("num_warps", 4),
-        num_stages=tuning.get("num_stages", 5),
-        **common,
+        K=size,
+        BLOCK_T=triton.next_power_of_2(num_tokens) if vector else (8 if num_tokens <= 8 else 16),
+        BIAS=bias is not None,
+        **tile,
+        **overlapped(x.device),
     )
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] -> [..., N]: small_linear for a few tokens, the library's GEMM otherwise."""
-    if x.dim() != 2 or x.shape[0] > MAX_TOKENS or x.dtype == torch.float32 or not weight.is_contiguous():
+    """x [..., K] -> [..., N]: our kernels where they read the weight quicker than the library's GEMM does."""
+    if x.dim() != 2 or x.dtype == torch.float32 or not 0 < x.shape[0] <= MAX_TOKENS or not weight.is_contiguous():
         return functional.linear(x, weight, bias)
-    return small_linear(x, weight, bias)
+    num_tokens, num_outputs, size = x.shape[0], weight.shape[0], weight.shape[1]
+    if num_tokens == 1:
+        tile = dict(BLOCK_N=2 if num_outputs <= 1024 else 4, BLOCK_K=2048 if size > 1024 else 512)
+        return small_linear(x, weight, bias, vector=True, **tile, num_warps=4)
+    if num_outputs <= 1024:
+        return small_linear(x, weight, bias, vector=False, BLOCK_N=16, BLOCK_K=128, num_stages=6, num_warps=4)
+    if num_outputs * size <= 1 << 24 or num_outputs > 65536 or size > 8192:
+        return small_linear(x, weight, bias, vector=False, BLOCK_N=64, BLOCK_K=256, num_stages=6, num_warps=4)
+    return functional.linear(x, weight, bias)
