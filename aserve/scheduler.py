@@ -100,7 +100,11 @@ class Scheduler:
             request.cancel_reason = reason
             request.error = error
             holds_memory = request in self._batch.groups or request in self._residency.swapped
-            (self._cancelled.appendleft if holds_memory else self._cancelled.append)(request)
+            if holds_memory:
+                self._cancelled.appendleft(request)
+            else:
+                self._cancelled.append(request)
+                self._line.remove(request)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Ends a sequence now, because of its text; its draws in flight are dropped and no event is made.
@@ -204,8 +208,6 @@ class Scheduler:
         for request in self._line.returning:
             if not self._has_room(draft):
                 return
-            if request.cancel_reason is not None:
-                continue
             state = self._residency.enter(request, draft)
             if state == "full":
                 return
@@ -215,9 +217,6 @@ class Scheduler:
             self._line.remove(request)
             self._start(request, draft, now)
         while self._has_room(draft) and (new := self._line.peek(now)) is not None:
-            if new.cancel_reason is not None:
-                self._end_all(new)
-                continue
             state = self._residency.enter(new, draft)
             if state == "full" or (state == "later" and num_later >= MAX_LATER):
                 return

@@ -51,8 +51,8 @@ LAYERS = (
     _layer("words", "config errors request plan", "", stdlib_only=True),
     _layer(
         "pure",
-        "admission batch block_manager detokenizer lazy_heap metrics policy preemption prefix_cache residency"
-        " scheduler seat",
+        "admission batch block_manager deadlines detokenizer lazy_heap metrics policy preemption prefix_cache residency"
+        " scheduler seat waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
@@ -63,7 +63,7 @@ LAYERS = (
     _layer("executors", "executors.thread executors.ray", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "chat_template client engine grammar llm loading output pipeline stream tokenizer",
+        "chat_template client engine grammar llm loading output pipeline prompts stream tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),
