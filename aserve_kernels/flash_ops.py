@@ -2,13 +2,14 @@
 
 flash-attn-4 has no split-KV on Hopper, so rows of one token go to the Triton kernel unless chunks share their step: then
 one call for all rows is the quickest, except where the decodes are too few to fill the card with contexts too long for
-one program each. Its compiled variants are cached on disk when FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1.
+one program each.
 """
 
 from __future__ import annotations
 
+import os
+
 import torch
-from flash_attn.cute import flash_attn_varlen_func
 from torch import Tensor
 
 from aserve_kernels import triton_ops
@@ -24,6 +25,10 @@ from aserve_kernels.triton_ops import (
     sample,
     scatter_blocks_,
 )
+
+# a variant takes seconds to compile and the library keeps none on disk unless told to before its import
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+from flash_attn.cute import flash_attn_varlen_func  # noqa: E402
 
 __all__ = [
     "add_rms_norm_",
