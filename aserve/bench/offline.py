@@ -113,12 +113,12 @@ async def _measure_async(
         tokens = 0
         for index in range(args.num_iters_warmup + args.num_iters):
             start = time.perf_counter()
-            tokens = await _round(engine, batch)
+            tokens = await run_batch(engine, batch)
             if index >= args.num_iters_warmup:
                 seconds.append(time.perf_counter() - start)
             advance()
         if args.profile:
-            await _profiled(Path(args.profile), engine, batch)
+            await profiled(Path(args.profile), engine, batch)
         facts = {
             "model": engine.name,
             "device": info.device,
@@ -133,7 +133,7 @@ async def _measure_async(
     return seconds, tokens, facts
 
 
-async def _round(engine: Engine, batch: Batch) -> int:
+async def run_batch(engine: Engine, batch: Batch) -> int:
     """Runs every request to its end. Raises RuntimeError where one has a wrong length."""
 
     async def one(prompt: list[int], params: SamplingParams) -> int:
@@ -157,13 +157,13 @@ def _progress(total: int) -> Iterator[Callable[[], object]]:
         yield lambda: bar.advance(task)
 
 
-async def _profiled(directory: Path, engine: Engine, batch: Batch) -> None:
+async def profiled(directory: Path, engine: Engine, batch: Batch) -> None:
     """One more round under torch's profiler: a trace for chrome://tracing, and the device's busiest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     directory.mkdir(parents=True, exist_ok=True)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        await _round(engine, batch)
+        await run_batch(engine, batch)
     trace.export_chrome_trace(str(directory / "trace.json"))
     table = trace.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90)
     (directory / "kernels.txt").write_text(table)

@@ -332,6 +332,11 @@ def _common(
     return constants["GROUP"], constants, (window or 0, softcap or 1.0)
 
 
+def _min_split(num_units: int) -> int:
+    """Tokens below which a split is not worth its program, for this many (row, KV head) pairs."""
+    return 128 if num_units <= 64 else 256
+
+
 def _decode_tile(dtype: torch.dtype, block_d: int) -> dict[str, int]:
     """Tile and pipeline of the decode kernel; a stage more than usual, since pages are read through the table."""
     if dtype == torch.float32:  # no matrix units: small tiles, or the registers spill
@@ -361,7 +366,7 @@ def decode_attention(
     rows = meta.num_decodes
     group, constants, scalars = _common(query, key_cache, window, softcap)
     num_kv_heads, head_dim = constants["NUM_KV_HEADS"], constants["D"]
-    min_split = 128 if rows * num_kv_heads <= 64 else 256
+    min_split = _min_split(rows * num_kv_heads)
     span = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
     splits = num_splits(rows, num_kv_heads, span, min_split)
     partial = lse = arrivals = out
