@@ -1,4 +1,4 @@
-"""The `aserve` command: serve, generate, models. Importing it loads no torch, so `aserve --help` is quick.
+"""The `aserve` command: serve, generate, models, bench. Importing it loads no torch, so `aserve --help` is quick.
 
 A subcommand is one function that adds its parser and sets `run`; `SUBCOMMANDS` lists them. Engine flags are made from
 EngineConfig's fields, so that an option is written once. The only importer of routes.
@@ -17,6 +17,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from aserve import bench
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, ConfigError
 
@@ -260,4 +261,11 @@ def _models(args: argparse.Namespace) -> int:
     return 0
 
 
-SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models]
+# bench
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench.add(commands, add_engine_flags, engine_config)
+
+
+SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench]
