@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,14 @@ def write_gguf(
     architecture: str,
     *,
     quantize: bool = False,
+    num_files: int = 1,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     extra_strings: Mapping[str, str] | None = None,
 ) -> None:
     """A GGUF of transformers' model `reference`, as llama.cpp's converter would write it."""
     config = reference.config
-    writer = gguf.GGUFWriter(path, architecture)
+    num_tensors = len(reference.state_dict())
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-num_tensors // num_files) if num_files > 1 else 0)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -92,7 +94,7 @@ def write_gguf(
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    add_tokenizer(writer, config.vocab_size)
+    add_sentencepiece(writer)
     for name, tensor in reference.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -111,18 +113,19 @@ def write_gguf(
         writer.add_tensor(name, values)
     for key, value in (extra_strings or {}).items():
         writer.add_string(key, value)
-    writer.write_header_to_file()
+    writer.write_header_to_file(path if num_files == 1 else path.with_name("tiny.gguf"))
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, size: int = 0) -> None:
-    pieces = PIECES + [f"<unused{index}>" for index in range(size - len(PIECES))]
+def add_sentencepiece(writer: gguf.GGUFWriter, control: Sequence[str] = ()) -> None:
+    """A small SentencePiece vocabulary with byte fallback, as Llama's."""
+    pieces = [*PIECES, *control]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(pieces)
     writer.add_token_scores([float(-index) for index in range(len(pieces))])
-    writer.add_token_types([3] * 3 + [2] + [6] * 256 + [1] * (len(pieces) - 260))
+    writer.add_token_types([3] * 3 + [2] + [6] * 256 + [1] * (len(PIECES) - 260) + [3] * len(control))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(3)

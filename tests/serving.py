@@ -1,18 +1,23 @@
-"""Engines for HTTP tests: a byte-level tokenizer, and a fake model that repeats its prompt.
+"""Applications and engines for HTTP tests: a byte-level tokenizer, and a fake model that repeats its prompt.
 
 `EchoRunner` is tests.fakes.FakeRunner (so paging mistakes still show) whose greedy output is the prompt's own tokens
-again and again: a test chooses the reply by choosing the prompt, an end token in it included.
+again and again: a test chooses the reply by choosing the prompt, an end token in it included. `drawing` is for what
+only a real sampler can get wrong: a Llama of two small layers with random weights.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
+import anyio
+from starlette.types import ASGIApp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -20,6 +25,8 @@ from aserve import Engine, EngineConfig, Tokenizer
 from aserve.executors.thread import ThreadExecutor
 from aserve.plan import SlotUpdate
 from aserve.tokenizer import load
+from routes.app import create_app
+from tests.asgi import Reply
 from tests.fakes import FakeRunner
 
 BOS, EOS, END = 1, 2, 3  # END is a second end id, of the generation config
@@ -97,3 +104,82 @@ async def serving(
     config = EngineConfig(model="fake", **{"block_size": runner.info.block_size, **options})
     async with Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER if chat else NO_TEMPLATE) as engine:
         yield engine
+
+
+@asynccontextmanager
+async def application(
+    *, api_keys: tuple[str, ...] = (), cors_origins: tuple[str, ...] = (), **options: Any
+) -> AsyncIterator[ASGIApp]:
+    """The app over `serving`; at the end nothing may be left in the pool."""
+    async with serving(**options) as engine:
+        yield create_app(engine, api_keys=api_keys, cors_origins=cors_origins)
+        await idle(engine)
+
+
+async def idle(engine: Engine) -> None:
+    """Waits for the blocks of cancelled requests to come back."""
+    with anyio.fail_after(10):
+        while engine.stats().num_blocks_used or engine.stats().num_waiting:
+            await anyio.lowlevel.checkpoint()
+
+
+def _write_llama() -> Path:
+    directory = Path(mkdtemp())
+    atexit.register(rmtree, directory)
+    write_tokenizer(directory, chat_template=TEMPLATE)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS,
+        "eos_token_id": [EOS, END],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, END]}))
+    return directory
+
+
+LLAMA = _write_llama()
+
+
+@asynccontextmanager
+async def drawing(**options: Any) -> AsyncIterator[ASGIApp]:
+    """The app over a real runner with a tiny random model, in float32."""
+    config = EngineConfig(
+        model=str(LLAMA), load_format="dummy", dtype="float32", device="cpu", num_threads=1, **options
+    )
+    async with Engine(config) as engine:
+        yield create_app(engine, served_model_names=["fake"])
+        await idle(engine)
+
+
+def joined(reply: Reply, index: int = 0) -> str:
+    """The text of one choice of a streamed reply, either endpoint's."""
+    text = ""
+    for event in reply.events():
+        for choice in event["choices"] if event != "[DONE]" else ():
+            if choice["index"] == index:
+                text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+    return text
+
+
+def reasons(reply: Reply) -> list[tuple[int, str]]:
+    """Every finish reason of a streamed reply, with its choice's index."""
+    return [
+        (choice["index"], choice["finish_reason"])
+        for event in reply.events()
+        if event != "[DONE]"
+        for choice in event["choices"]
+        if choice["finish_reason"] is not None
+    ]

@@ -6,6 +6,7 @@ compared with what went in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -15,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from aserve.errors import ConfigError
 from aserve.models.files import resolve
 from aserve.models.gguf_convert import convert
 from aserve.models.loader import load_model
@@ -100,3 +102,46 @@ def test_a_chat_template_is_kept_and_its_end_of_turn_ends_a_text(tmp_path: Path)
     files = resolve(str(tmp_path / "tiny.gguf"), cache_dir=tmp_path / "cache")
     assert files.chat_template == template
     assert files.generation_config["eos_token_id"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda data: b"PK" + data[2:], "is not a GGUF file"),
+        (lambda data: data[:4] + b"\x01\x00\x00\x00" + data[8:], "has GGUF version 1"),
+        (lambda data: data[:1000], "is damaged or cut short"),
+        (lambda data: data[:-100], "is cut short: tensor"),
+        (lambda data: b"", "cannot be read"),
+    ],
+)
+def test_a_harmed_file_is_refused_in_one_line(tmp_path: Path, harm: Callable[[bytes], bytes], message: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_reference("qwen3"), "qwen3")
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(str(path), cache_dir=tmp_path / "cache")
+    assert "\n" not in caught.value.message
+
+
+def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", make_reference("qwen3"), "rwkv7")
+    with pytest.raises(ConfigError, match=r"'rwkv7'.*gemma3, llama"):
+        resolve(str(tmp_path / "tiny.gguf"), cache_dir=tmp_path / "cache")
+
+
+def test_a_tensor_that_the_architecture_has_no_place_for_is_named(tmp_path: Path) -> None:
+    extra = {"blk.0.ffn_gate_inp.weight": np.zeros((2, 2), dtype=np.float32)}
+    write_gguf(tmp_path / "tiny.gguf", make_reference("qwen3"), "qwen3", extra_tensors=extra)
+    with pytest.raises(ConfigError, match=r"blk\.0\.ffn_gate_inp\.weight"):
+        resolve(str(tmp_path / "tiny.gguf"), cache_dir=tmp_path / "cache")
+
+
+def test_a_set_of_files_is_read_whole_through_any_of_them(tmp_path: Path) -> None:
+    reference = make_reference("qwen3")
+    write_gguf(tmp_path / "tiny-00001-of-00003.gguf", reference, "qwen3", num_files=3)
+    tensors = load_file(converted(tmp_path / "tiny-00002-of-00003.gguf", tmp_path / "out") / "model.safetensors")
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(tensors[name], tensor, atol=0, rtol=0)
+    (tmp_path / "tiny-00003-of-00003.gguf").unlink()
+    with pytest.raises(ConfigError, match=r"tiny-00003-of-00003\.gguf is missing.*set of 3"):
+        resolve(str(tmp_path / "tiny-00001-of-00003.gguf"), cache_dir=tmp_path / "cache")

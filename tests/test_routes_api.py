@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
-from starlette.types import ASGIApp
 
-from aserve import Engine
 from routes.app import create_app
 from tests.asgi import Reply, call, get, post
-from tests.serving import LETTERS, VOCAB_SIZE, serving
+from tests.serving import LETTERS, VOCAB_SIZE, application, idle, joined, reasons, serving
 
 pytestmark = pytest.mark.anyio
-
-
-@asynccontextmanager
-async def application(
-    *, api_keys: tuple[str, ...] = (), cors_origins: tuple[str, ...] = (), **options: Any
-) -> AsyncIterator[ASGIApp]:
-    """The app over a running engine; at the end nothing may be left in the pool."""
-    async with serving(**options) as engine:
-        yield create_app(engine, api_keys=api_keys, cors_origins=cors_origins)
-        await idle(engine)
-
-
-async def idle(engine: Engine) -> None:
-    """Waits for the blocks of cancelled requests to come back."""
-    with anyio.fail_after(5):
-        while engine.stats().num_blocks_used:
-            await anyio.lowlevel.checkpoint()
-
-
-def joined(reply: Reply, index: int = 0) -> str:
-    """The text of one choice of a streamed reply, either endpoint's."""
-    text = ""
-    for event in reply.events():
-        for choice in event["choices"] if event != "[DONE]" else ():
-            if choice["index"] == index:
-                text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
-    return text
-
-
-def reasons(reply: Reply) -> list[tuple[int, str]]:
-    return [
-        (choice["index"], choice["finish_reason"])
-        for event in reply.events()
-        if event != "[DONE]"
-        for choice in event["choices"]
-        if choice["finish_reason"] is not None
-    ]
 
 
 async def test_a_completion() -> None:

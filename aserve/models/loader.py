@@ -11,8 +11,10 @@ import torch
 from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.decoder import Decoder
-from aserve.models.families import FAMILIES, DecoderConfig, architecture
+from aserve.models.families import FAMILIES, architecture
 from aserve.models.files import ModelFiles
+from aserve.models.gpt import GPT
+from aserve.models.gpt_families import GPT_FAMILIES
 from aserve.models.weights import CheckpointWeights, DummyWeights, Weights
 from aserve_kernels import Kernels
 
@@ -31,27 +33,30 @@ def load_model(
     weights by `seed`; `max_positions` bounds its tables to the contexts that will be served."""
     check_supported(files)
     device = torch.device(device)
-    config = DecoderConfig.from_hf(files.config)
     weights: Weights
     if load_format == "dummy" or files.load_format == "dummy":
-        weights = DummyWeights(device=device, dtype=dtype, seed=seed, norm_weight=1.0 - config.norm_offset)
+        weights = DummyWeights(device=device, dtype=dtype, seed=seed)
     else:
-        ignored = frozenset({"lm_head.weight"}) if config.tied else frozenset()
-        weights = CheckpointWeights(files.weights, device=device, dtype=dtype, ignored=ignored)
-    model = Decoder(config, weights, kernels, max_positions=max_positions)
+        weights = CheckpointWeights(files.weights, device=device, dtype=dtype)
+    model: Model
+    name = architecture(files.config)
+    if name in FAMILIES:
+        model = Decoder(FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
+    else:
+        model = GPT(GPT_FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
     weights.finish()
     return model
 
 
 def supported_architectures() -> list[str]:
     """The names, as config.json spells them, that load_model takes."""
-    return sorted(FAMILIES)
+    return sorted([*FAMILIES, *GPT_FAMILIES])
 
 
 def check_supported(files: ModelFiles) -> None:
     """Raises ConfigError, naming what is known, for a model that load_model would refuse."""
     name = architecture(files.config)
-    if name not in FAMILIES:
+    if name not in FAMILIES and name not in GPT_FAMILIES:
         known = ", ".join(supported_architectures())
         raise ConfigError(f"{files.directory} is a {name}, which is not supported; supported: {known}", param="model")
     if (quantized := files.config.get("quantization_config")) is not None:
