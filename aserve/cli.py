@@ -1,4 +1,4 @@
-"""The `aserve` command: serve, generate, models. Importing it loads no torch, so `aserve --help` is quick.
+"""The `aserve` command: serve, generate, models, bench. Importing it loads no torch, so `aserve --help` is quick.
 
 A subcommand is one function that adds its parser and sets `run`; `SUBCOMMANDS` lists them. Engine flags are made from
 EngineConfig's fields, so that an option is written once. The only importer of routes.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
+import logging
 import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from aserve import bench
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, ConfigError
 
@@ -193,6 +196,8 @@ def _generate(args: argparse.Namespace) -> int:
     *model, prompt = args.words
     args.model = model[0] if model else None
     config = engine_config(args)
+    logging.basicConfig(level="WARNING", format="%(message)s")
+    logging.getLogger("aserve").setLevel("INFO" if config.model is None else "WARNING")  # the demo model's notice
     try:
         asyncio.run(_generate_async(args, config, prompt))
     except KeyboardInterrupt:  # the stream is cancelled and the engine stopped by now
@@ -237,14 +242,30 @@ def _models(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from aserve.models.cache import default_cache_dir
+    from aserve.models.loader import supported_architectures
+
     console = Console()
-    table = Table("MODEL argument", "what it is", title="Models", title_justify="left")
-    table.add_row("(none)", "the demo model, Gemma 3 270m (extra \\[demo]; Gemma's terms of use apply)")
-    table.add_row("DIRECTORY", "Hugging Face layout: config.json, *.safetensors, tokenizer.json")
-    table.add_row("FILE.gguf", "converted once, then cached")
-    table.add_row("owner/name", "a hub id, where the network allows")
-    console.print(table)
+    forms = Table("MODEL", "what it is", title="What aserve serves", title_justify="left")
+    forms.add_row("(none)", "the demo model, Gemma 3 270m (extra \\[demo]; Gemma's terms of use apply)")
+    forms.add_row("DIRECTORY", "Hugging Face layout: config.json, *.safetensors, tokenizer.json")
+    forms.add_row("FILE.gguf", "converted once, then cached")
+    forms.add_row("owner/name", "a hub id, where the network allows")
+    console.print(forms)
+    console.print("Architectures:", ", ".join(supported_architectures()), highlight=False)
+    cached = Table("directory", "type", "GB", title=f"Converted models in {default_cache_dir()}", title_justify="left")
+    for config in sorted(default_cache_dir().glob("*/config.json")):
+        size = sum(file.stat().st_size for file in config.parent.iterdir()) / 1e9
+        cached.add_row(config.parent.name, str(json.loads(config.read_text()).get("model_type")), f"{size:.2f}")
+    console.print(cached)
     return 0
 
 
-SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models]
+# bench
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench.add(commands, add_engine_flags, engine_config)
+
+
+SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench]

@@ -68,7 +68,7 @@ LAYERS = (
         WEB | {"torch"},
     ),
     _layer("public", "aserve", "words pure async"),
-    _layer("program", "cli __main__", "words pure models executor async public routes program"),
+    _layer("program", "cli __main__ bench.*", "words pure models executor async public routes program"),
     _layer("routes", "routes.*", "public", frozenset({"torch", "transformers"})),
 )
 
