@@ -63,7 +63,7 @@ LAYERS = (
     _layer("executors", "executors.thread executors.ray", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "chat_template client engine grammar llm loading output pipeline stream tokenizer",
+        "chat_template client engine grammar llm loading output pipeline prompts stream tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),
