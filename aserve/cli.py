@@ -44,7 +44,7 @@ _ENGINE_HELP = {
     "policy": "scheduling policy: fcfs, priority, fair, or pkg.module:Class",
     "attention_backend": "the attention kernels",
     "enforce_eager": "no CUDA graphs",
-    "seed": "of dummy weights, and of draws that have none of their own",
+    "seed": "of dummy weights; a request has its own, or fresh random bits",
     "max_queue": "waiting requests; one more is refused with 503",
     "max_n": "choices a request may ask for",
     "num_threads": "CPU threads of the model (default: the cores this process may use)",
