@@ -264,7 +264,8 @@ def _models(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from aserve.models.cache import default_cache_dir
-    from aserve.models.loader import supported_architectures
+    from aserve.models.families import FAMILIES
+    from aserve.models.gpt_families import GPT_FAMILIES
 
     console = Console()
     forms = Table("MODEL", "what it is", title="What aserve serves", title_justify="left")
@@ -273,7 +274,7 @@ def _models(args: argparse.Namespace) -> int:
     forms.add_row("FILE.gguf", "converted once, then cached")
     forms.add_row("owner/name", "a hub id, where the network allows")
     console.print(forms)
-    console.print("Architectures:", ", ".join(supported_architectures()), highlight=False)
+    console.print("Architectures:", ", ".join(sorted({*FAMILIES, *GPT_FAMILIES})), highlight=False)
     cached = Table("directory", "type", "GB", title=f"Converted models in {default_cache_dir()}", title_justify="left")
     for config in sorted(default_cache_dir().glob("*/config.json")):
         size = sum(file.stat().st_size for file in config.parent.iterdir()) / 1e9
