@@ -1,4 +1,4 @@
-"""The `aserve` command: serve, generate, models. Importing it loads no torch, so `aserve --help` is quick.
+"""The `aserve` command: serve, generate, models, simulate. Importing it loads no torch, so `aserve --help` is quick.
 
 A subcommand is one function that adds its parser and sets `run`; `SUBCOMMANDS` lists them. Engine flags are made from
 EngineConfig's fields, so that an option is written once. The only importer of routes.
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, ConfigError
+from aserve.simulation.command import add_simulate
 
 Add = Callable[["argparse._SubParsersAction[argparse.ArgumentParser]"], None]
 
@@ -247,4 +248,4 @@ def _models(args: argparse.Namespace) -> int:
     return 0
 
 
-SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models]
+SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, add_simulate]

@@ -64,7 +64,9 @@ class Scheduler:
         self._swap_out: list[BlockCopy] = []  # they go first in the next plan
         self._swapped_out: list[Request] = []
         self._number = 0
-        self._num_preemptions = self._num_swaps = self._num_prompt_tokens = self._num_prefix_hit_tokens = 0
+        self._num_preemptions = self._num_swaps = self._num_yields = self._num_prompt_tokens = (
+            self._num_prefix_hit_tokens
+        ) = 0
 
     @classmethod
     def create(cls, config: EngineConfig, info: WorkerInfo) -> Self:
@@ -156,6 +158,7 @@ class Scheduler:
             num_blocks_cached=self.blocks.num_cached,
             num_preemptions=self._num_preemptions,
             num_swaps=self._num_swaps,
+            num_yields=self._num_yields,
             num_prompt_tokens=self._num_prompt_tokens,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
         )

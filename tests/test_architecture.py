@@ -52,7 +52,7 @@ LAYERS = (
     _layer(
         "pure",
         "admission batch block_manager deadlines detokenizer lazy_heap metrics policy preemption prefix_cache residency"
-        " scheduler seat waiting",
+        " scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
@@ -68,7 +68,7 @@ LAYERS = (
         WEB | {"torch"},
     ),
     _layer("public", "aserve", "words pure async"),
-    _layer("program", "cli __main__", "words pure models executor async public routes program"),
+    _layer("program", "cli simulation.command __main__", "words pure models executor async public routes program"),
     _layer("routes", "routes.*", "public", frozenset({"torch", "transformers"})),
 )
 
