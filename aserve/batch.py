@@ -129,10 +129,9 @@ class Batch:
         draft.num_tokens = len(slots)
         for seat in draft.decoding:
             sequence = seat.sequence
-            sequence.num_computed += 1
             sequence.num_inflight += 1
-            seat.remaining -= 1
-            if not seat.remaining:
+            sequence.num_computed = num_computed = sequence.num_computed + 1
+            if num_computed == seat.full_at:
                 del self._decoding[seat]
                 self._changed = True
         return slots
@@ -179,7 +178,8 @@ class Batch:
         sequence.num_computed = end
         if seat.shared is not None:
             seat.shared.covered = end
-        self._policy.charge(request, prompt=end - start)
+        if not request.num_preemptions:  # computing it again is no service
+            self._policy.charge(request, prompt=end - start)
 
     def _draw_from(self, draft: Draft, seat: Seat, end: int) -> tuple[Seat, ...]:
         """The seat's last row is planned: it and the choices that fork from it draw, and decode from the next step."""
@@ -193,19 +193,29 @@ class Batch:
         shares_tail = bool(seat.forks) and end % self._block_size
         for each in drawing:
             each.sequence.num_inflight += 1
-            each.remaining -= 1
             each.grow_at = end if shares_tail else len(each.table.blocks) * self._block_size
             each.num_published = end // self._block_size if each is not seat else each.num_published
-            if self._blocks.prefix_caching:
-                full = (end // self._block_size + 1) * self._block_size
-                each.publish_at = full - len(seat.sequence.request.prompt) + 1
-            if each.remaining > 0:
+            self._look_again(each, end)
+            if end < each.full_at:
                 self._decoding[each] = None
                 self._changed = True
         seat.forks = []
         return drawing
 
     # prefix cache
+
+    def committed(self, seat: Seat) -> None:
+        """The seat's output has reached `look_at`: publishes the block that has filled, if one has."""
+        if seat.active and self._blocks.prefix_caching:
+            num_committed = seat.sequence.num_tokens - 1  # the last token has been drawn but not computed
+            self.publish(seat, num_committed)
+            self._look_again(seat, num_committed)
+
+    def _look_again(self, seat: Seat, num_tokens: int) -> None:
+        """Sets look_at to the output length that fills the next block after `num_tokens` positions, or to the last."""
+        if self._blocks.prefix_caching:
+            full = (num_tokens // self._block_size + 1) * self._block_size
+            seat.look_at = min(seat.limit, full - len(seat.sequence.request.prompt) + 1)
 
     def is_computing(self, name: bytes) -> bool:
         """True where a chunk in flight computes the block: it can be shared once that is committed."""

@@ -265,6 +265,7 @@ class Scheduler:
         """The hot loop: appends each seat's token and ends it where the token, or their number, says so."""
         tokens = result.tokens
         logprobs = result.logprobs
+        new_event = tuple.__new__  # half the cost of Event()
         for at, seat in enumerate(seats, index):
             if not seat.live:
                 continue
@@ -273,19 +274,17 @@ class Scheduler:
             output = seat.output
             output.append(token)
             sequence.num_inflight -= 1
-            count = len(output)
-            if count == seat.publish_at and seat.active:
-                self._batch.publish(seat, sequence.num_tokens - 1)
-                seat.publish_at += self.blocks.block_size
             reason: FinishReason | None = None
+            if len(output) == seat.look_at:
+                self._batch.committed(seat)
+                if len(output) == seat.limit:
+                    reason = "length"
             if token in seat.ends:
                 reason = "stop"
                 sequence.stop_token = token
-            elif count == seat.limit:
-                reason = "length"
             if reason is not None:
                 self._end(sequence, reason)
-            events.append(Event(sequence, token, logprobs.get(at) if logprobs else None, reason))
+            events.append(new_event(Event, (sequence, token, logprobs.get(at) if logprobs else None, reason)))
 
     def _commit_row(self, row: Row, result: StepResult, index: int, events: list[Event], now: float) -> int:
         """A chunk's blocks may be shared now; where it was the last one, its draws are the first tokens."""
