@@ -17,6 +17,8 @@ from aserve.request import Phase, Request, Sequence
 from aserve.seat import Draft, Seat, SharedPrefix
 
 LOOKUP_STRIDE = 64  # blocks hashed ahead of the cache lookup: a cold long prompt costs one stride
+MAX_HEADROOM = 4.0  # blocks per running sequence that admissions leave free at most
+HEADROOM_RISE, HEADROOM_DECAY = 0.5, 0.02  # per preemption, per admission
 
 
 class _Place(NamedTuple):
@@ -36,6 +38,7 @@ class Residency:
         self._batch = batch
         self._costs = costs
         self._chains: dict[Sequence, HashChain] = {}
+        self._headroom = 1.0
         self.swapped: dict[Request, dict[Sequence, BlockTable]] = {}
 
     @property
@@ -60,8 +63,9 @@ class Residency:
 
     @property
     def _num_spare(self) -> int:
-        """Blocks an admission leaves free: one per running sequence, so that it is not preempted at once."""
-        return len(self._batch.seats)
+        """Blocks an admission leaves free, so that those that run may grow: one per running sequence, and more while
+        preemptions show that they outgrow it (as SGLang's new-token ratio learns)."""
+        return int(self._headroom * len(self._batch.seats))
 
     def _places(self, request: Request, unfinished: list[Sequence]) -> list[_Place] | None:
         """Where each sequence's KV would come from. None while another computes the leader's next block."""
@@ -154,6 +158,7 @@ class Residency:
         for seat in (*seats, *forks):
             seat.sequence.move(Phase.RUNNING)
             draft.hand_over(seat)
+        self._headroom += HEADROOM_DECAY * (1.0 - self._headroom)
         self._batch.add(request, [*seats, *forks])
         self._batch.prefilling.update(dict.fromkeys(seats))
 
@@ -170,6 +175,7 @@ class Residency:
         """Unseats a running request: its KV goes to the host pool where that is cheaper and fits, else it is computed
         again later. Returns the copies of the next plan. Draws in flight still count."""
         request.num_preemptions += 1
+        self._headroom = min(MAX_HEADROOM, self._headroom + HEADROOM_RISE)
         seats = self._batch.groups[request][:]
         group = [(seat.table, self._blocks.blocks_for(seat.sequence.num_computed)) for seat in seats]
         if not self._prefers_swap(seats, group):
