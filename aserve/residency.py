@@ -62,10 +62,14 @@ class Residency:
         return "in" if self._compute_in(request, places, draft) else "full"
 
     @property
-    def _num_spare(self) -> int:
+    def num_spare(self) -> int:
         """Blocks an admission leaves free, so that those that run may grow: one per running sequence, and more while
         preemptions show that they outgrow it (as SGLang's new-token ratio learns)."""
         return int(self._headroom * len(self._batch.seats))
+
+    def widen(self) -> None:
+        """Memory ran out: more is kept spare."""
+        self._headroom = min(MAX_HEADROOM, self._headroom + HEADROOM_RISE)
 
     def _places(self, request: Request, unfinished: list[Sequence]) -> list[_Place] | None:
         """Where each sequence's KV would come from. None while another computes the leader's next block."""
@@ -101,7 +105,7 @@ class Residency:
         num_shared = len(request.prompt) // self._blocks.block_size
         need = sum(place.num_blocks - (num_shared if place.follows else len(place.cached)) for place in places)
         need += sum(map(self._blocks.is_idle, {block for place in places for block in place.cached}))
-        if need + self._num_spare > self._blocks.num_free:
+        if need + self.num_spare > self._blocks.num_free:
             return False
         seats: list[Seat] = []
         for place in places:  # every cached block first: allocation must not evict them
@@ -138,7 +142,7 @@ class Residency:
         fresh = not unfinished[0].output
         lengths = [self._blocks.blocks_for(sequence.num_tokens) for sequence in unfinished[: 1 if fresh else None]]
         more = [length - len(tables[each].blocks) for length, each in zip(lengths, unfinished, strict=False)]
-        if self._blocks.num_swap_in(group) + sum(more) + self._num_spare > self._blocks.num_free:
+        if self._blocks.num_swap_in(group) + sum(more) + self.num_spare > self._blocks.num_free:
             return False
         del self.swapped[request]
         draft.swap_in.extend(self._blocks.swap_in(group))
@@ -175,7 +179,6 @@ class Residency:
         """Unseats a running request: its KV goes to the host pool where that is cheaper and fits, else it is computed
         again later. Returns the copies of the next plan. Draws in flight still count."""
         request.num_preemptions += 1
-        self._headroom = min(MAX_HEADROOM, self._headroom + HEADROOM_RISE)
         seats = self._batch.groups[request][:]
         group = [(seat.table, self._blocks.blocks_for(seat.sequence.num_computed)) for seat in seats]
         if not self._prefers_swap(seats, group):

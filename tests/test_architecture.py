@@ -51,8 +51,8 @@ LAYERS = (
     _layer("words", "config errors request plan", "", stdlib_only=True),
     _layer(
         "pure",
-        "admission batch block_manager deadlines detokenizer lazy_heap metrics policy preemption prefix_cache residency"
-        " scheduler seat simulation.* waiting",
+        "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
+        " residency scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
