@@ -206,8 +206,7 @@ class Scheduler:
         request = self._line.peek(now)
         if request is None or self._batch.num_due >= self.max_num_batched_tokens:
             return None
-        num_reserved = self._batch.num_growth(growing) + self._residency.num_spare
-        yielding = find_yielding(request, self._batch, self.blocks, num_reserved)
+        yielding = find_yielding(request, self._batch, self.blocks, self._batch.num_growth(growing))
         if yielding is None:
             return None
         for each in yielding:
@@ -227,7 +226,7 @@ class Scheduler:
     def _admit(self, draft: Draft, now: float, claimant: Request | None) -> None:
         """Brings in the claimant, preempted requests, and waiting ones, while tokens, slots and blocks are left."""
         if claimant is not None:
-            if self._residency.enter(claimant, draft) != "in":
+            if self._residency.enter(claimant, draft, urgent=True) != "in":
                 return  # what was freed for it stays free
             self._line.remove(claimant)
             self._start(claimant, draft, now)
