@@ -109,8 +109,8 @@ class FairPolicy(Policy):
     Service is counted in tokens, an output token as two of the prompt's (virtual token counters: Sheng et al., Fairness
     in Serving Large Language Models, OSDI 2024); a tenant that returns starts at the level of the last one served, so
     idling saves up nothing. Waiting is bounded: of four admissions one goes to the oldest request of all, where that
-    has waited `patience` seconds. With `preempt`, a tenant that was served less and would still run no more than the
-    one that runs most takes a place from it at once: a flood that came first does not delay others.
+    has waited `patience` seconds. With `preempt`, a tenant that was served less than the one that runs most, and runs
+    clearly less, takes a place from it at once: a flood that came first does not delay others.
     """
 
     def __init__(self, patience: float = 30.0, *, preempt: bool = True) -> None:
@@ -170,7 +170,8 @@ class FairPolicy(Policy):
         most = max(running, key=running.__getitem__)
         if request is None:
             return most if running[most] > 1 else None
-        if running[most] <= running.get(request.tenant, 0) + len(request.sequences):
+        holds = running.get(request.tenant, 0) + len(request.sequences)
+        if 5 * holds > 4 * running[most]:  # for less, places would go to and fro between tenants that are even
             return None
         holder = self._tenants.get(most)
         if holder is not None and holder.served < self._tenants[request.tenant].served:
