@@ -15,6 +15,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from aserve import bench
@@ -43,7 +44,7 @@ _ENGINE_HELP = {
     "policy": "scheduling policy: fcfs, priority, fair, or pkg.module:Class",
     "attention_backend": "the attention kernels",
     "enforce_eager": "no CUDA graphs",
-    "seed": "of dummy weights, and of draws that have none of their own",
+    "seed": "of dummy weights; a request has its own, or fresh random bits",
     "max_queue": "waiting requests; one more is refused with 503",
     "max_n": "choices a request may ask for",
     "num_threads": "CPU threads of the model (default: the cores this process may use)",
@@ -125,7 +126,13 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="a key clients must send; repeatable"
     )
+    http.add_argument(
+        "--api-key-file", action="append", default=[], metavar="FILE", help="a file with one key a line; repeatable"
+    )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="repeatable; * is any")
+    http.add_argument("--root-path", default="", metavar="PATH", help="where a proxy mounts the server")
+    http.add_argument("--ssl-keyfile", metavar="FILE", help="serve HTTPS with this private key")
+    http.add_argument("--ssl-certfile", metavar="FILE", help="and this certificate")
     http.add_argument("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="(default: %(default)s)")
     http.add_argument(
         "--ping-interval",
@@ -159,15 +166,29 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         served_model_names=tuple(args.served_model_name),
-        api_keys=tuple(args.api_key),
+        api_keys=(*args.api_key, *(key for file in args.api_key_file for key in _read_keys(file))),
         cors_origins=tuple(args.cors_origin),
         max_body_bytes=args.max_body_bytes,
         ping_interval=args.ping_interval,
         drain_timeout=args.drain_timeout,
         log_level=args.log_level,
+        root_path=args.root_path,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
         app=args.app,
     )
     return serve(config, options)
+
+
+def _read_keys(file: str) -> list[str]:
+    """The keys in a file, one a line. Raises ConfigError where there is none: it would mean a server without keys."""
+    try:
+        keys = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}", param="api_key_file") from None
+    if not keys:
+        raise ConfigError(f"--api-key-file {file} holds no key", param="api_key_file")
+    return keys
 
 
 # generate
@@ -243,7 +264,8 @@ def _models(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from aserve.models.cache import default_cache_dir
-    from aserve.models.loader import supported_architectures
+    from aserve.models.families import FAMILIES
+    from aserve.models.gpt_families import GPT_FAMILIES
 
     console = Console()
     forms = Table("MODEL", "what it is", title="What aserve serves", title_justify="left")
@@ -252,7 +274,7 @@ def _models(args: argparse.Namespace) -> int:
     forms.add_row("FILE.gguf", "converted once, then cached")
     forms.add_row("owner/name", "a hub id, where the network allows")
     console.print(forms)
-    console.print("Architectures:", ", ".join(supported_architectures()), highlight=False)
+    console.print("Architectures:", ", ".join(sorted({*FAMILIES, *GPT_FAMILIES})), highlight=False)
     cached = Table("directory", "type", "GB", title=f"Converted models in {default_cache_dir()}", title_justify="left")
     for config in sorted(default_cache_dir().glob("*/config.json")):
         size = sum(file.stat().st_size for file in config.parent.iterdir()) / 1e9

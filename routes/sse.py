@@ -27,7 +27,7 @@ from routes.records import Record, abnormal
 
 log = logging.getLogger("aserve.routes")
 
-PING = b": ping\n\n"
+PING = b": ping\n"  # a blank line after it would end an empty event, on which the OpenAI SDK fails once it has an id
 DONE = "data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -94,6 +94,7 @@ def test_http_flags_make_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--host", "0.0.0.0", "--port", "0", "--served-model-name", "a", "--served-model-name", "b"),
         *("--api-key", "k", "--api-key", "l", "--cors-origin", "*", "--max-body-bytes", "10"),
         *("--drain-timeout", "1.5", "--ping-interval", "2", "--log-level", "warning", "--app", "m:f"),
+        *("--root-path", "/llm", "--ssl-keyfile", "key", "--ssl-certfile", "cert"),
     ]
     _, options = served(monkeypatch, *flags)
     assert options == routes.server.ServerOptions(
@@ -106,13 +107,26 @@ def test_http_flags_make_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
         drain_timeout=1.5,
         ping_interval=2.0,
         log_level="warning",
+        root_path="/llm",
+        ssl_keyfile="key",
+        ssl_certfile="cert",
         app="m:f",
     )
+
+
+def test_keys_come_from_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a\nb\n")
+    _, options = served(monkeypatch, "--api-key", "c", "--api-key-file", str(tmp_path / "keys"))
+    assert options.api_keys == ("c", "a", "b")
+    (tmp_path / "keys").write_text("\n")
+    assert cli.main(["serve", "--api-key-file", str(tmp_path / "keys")]) == 2
 
 
 @pytest.mark.parametrize(
     "argv",
     [
+        ["serve", "--api-key-file", "/nonexistent"],
+        ["serve", "--port", "0", "--ssl-keyfile", "key.pem"],
         ["serve", "--block-size", "3"],
         ["serve", "--port", "70000"],
         ["serve", "/nonexistent", "--port", "0"],
