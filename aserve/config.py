@@ -29,6 +29,7 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None  # a directory or tokenizer.json; None is the model's own
     skip_tokenizer_init: bool = False  # token ids in, token ids out
+    chat_template: str | None = None  # a file, a built-in name, or a template; None is the model's own
     device: Device = "auto"
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
@@ -45,7 +46,7 @@ class EngineConfig:
     policy: str = "fair"  # fcfs | priority | fair, or pkg.module:Class
     attention_backend: AttentionBackend = "auto"
     enforce_eager: bool = False  # no CUDA graphs
-    seed: int = 0  # dummy weights, and unseeded draws when not None
+    seed: int = 0  # of dummy weights; a request has its own, or 64 fresh random bits
     max_queue: int = 10_000  # waiting requests; one more is refused
     max_n: int = 128
     num_threads: int | None = None  # CPU threads of the model; None is the cores this process may use

@@ -134,4 +134,5 @@ class WorkerInfo:
     dtype: str
     max_num_seqs: int = 64  # the options, resolved for the device
     max_num_batched_tokens: int = 512
+    block_bytes: int = 0  # KV of one block, all layers; 0 makes a swap look free
     startup_seconds: float = 0.0

@@ -201,6 +201,7 @@ class Request:
     label: str | None = None
     cache_salt: str | None = None  # extra prefix-cache key
     sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[object] = field(default_factory=list)  # plan.TokenLogprobs from the 2nd token, where asked
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     cancel_reason: FinishReason | None = None  # set by cancel(); the scheduler reaps at the next boundary
     error: AserveError | None = None  # with finish reason "error"

@@ -1,0 +1,94 @@
+"""An asyncio-native streaming server framework for language models.
+
+The public names; each is imported when first used, so that `import aserve` stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aserve.client import Client
+    from aserve.config import EngineConfig
+    from aserve.engine import Engine, EngineStats
+    from aserve.errors import (
+        AserveError,
+        AuthenticationError,
+        ConfigError,
+        ContextLengthError,
+        DeadlineError,
+        EngineDeadError,
+        InvalidRequestError,
+        NotFoundError,
+        OverloadedError,
+        RequestFailedError,
+        RequestTooLargeError,
+    )
+    from aserve.llm import LLM
+    from aserve.metrics import Metrics
+    from aserve.plan import TokenLogprobs, WorkerInfo
+    from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
+    from aserve.stream import Stream
+    from aserve.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AserveError",
+    "AuthenticationError",
+    "Client",
+    "Completion",
+    "ConfigError",
+    "ContextLengthError",
+    "DeadlineError",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineStats",
+    "FinishReason",
+    "InvalidRequestError",
+    "Metrics",
+    "NotFoundError",
+    "OverloadedError",
+    "RequestFailedError",
+    "RequestTooLargeError",
+    "SamplingParams",
+    "Stream",
+    "TokenLogprobs",
+    "Tokenizer",
+    "Usage",
+    "WorkerInfo",
+]
+
+_MODULES = {
+    "Client": "client",
+    "Completion": "request",
+    "Delta": "request",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "EngineStats": "engine",
+    "FinishReason": "request",
+    "LLM": "llm",
+    "Metrics": "metrics",
+    "SamplingParams": "request",
+    "Stream": "stream",
+    "TokenLogprobs": "plan",
+    "Tokenizer": "tokenizer",
+    "Usage": "request",
+    "WorkerInfo": "plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'aserve' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"aserve.{_MODULES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,245 @@
+"""Turns token ids into text as they come: no character is split, no stop string leaks.
+
+Called by engine.py for every token, so its work per token is constant. Pure: it is handed the vocabulary as a
+function and never loads, locks or waits. Joined pieces equal the tokenizer's decode of the whole output, except that
+a SentencePiece word space at its beginning stays: the output continues a prompt.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Items
+from typing import Any, Literal, Protocol
+
+Style = Literal["bytes", "runs"]  # how the bytes of tokens that are no whole characters come together
+WINDOW = 8  # tokens of context the windowed decoder re-reads; a character spans at most 4
+
+
+class Detokenizer(Protocol):
+    """One output's text, token by token."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; "" while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What an ending leaves incomplete, as U+FFFD."""
+        ...
+
+
+class TokenTable(dict[int, "str | bytes"]):
+    """Token id -> its text where it stands alone, its bytes where it may be part of a character. Filled on use.
+
+    `style` "bytes" is a byte-level vocabulary: any run of tokens is decoded as one byte string, a maximal invalid
+    part becoming one U+FFFD. "runs" is SentencePiece with byte fallback: neighbouring byte tokens are one string if
+    that is valid UTF-8, else one U+FFFD each (so their text is certain only when the run ends). b"" is a token that
+    decoding leaves out: special, or not in the vocabulary.
+    """
+
+    def __init__(self, style: Style, token_of: Callable[[int], str | None], skip: Collection[int] = ()) -> None:
+        super().__init__()
+        self.style = style
+        self._token_of = token_of
+        self._skip = frozenset(skip)
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        token = None if token_id in self._skip else self._token_of(token_id)
+        if token is None:
+            entry: str | bytes = b""
+        elif self.style == "bytes":
+            entry = _byte_level(token)
+        else:
+            entry = _byte_fallback(token)
+        self[token_id] = entry
+        return entry
+
+
+class ByteDetokenizer:
+    """Byte-level vocabularies: bytes are kept only while a character is incomplete."""
+
+    __slots__ = ("_pending", "_table")
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._pending = b""
+
+    def push(self, token_id: int) -> str:
+        piece = self._table[token_id]
+        if isinstance(piece, str):
+            return self.flush() + piece if self._pending else piece
+        data = self._pending + piece
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def flush(self) -> str:
+        data, self._pending = self._pending, b""
+        return data.decode("utf-8", "replace")
+
+
+class RunDetokenizer:
+    """SentencePiece with byte fallback: byte tokens wait for the end of their run."""
+
+    __slots__ = ("_run", "_table")
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._run = bytearray()
+
+    def push(self, token_id: int) -> str:
+        piece = self._table[token_id]
+        if isinstance(piece, str):
+            return self.flush() + piece if self._run else piece
+        self._run += piece
+        return ""
+
+    def flush(self) -> str:
+        run, self._run = self._run, bytearray()
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+
+class WindowDetokenizer:
+    """Any tokenizer: decodes a short window with and without the new tokens and gives the difference.
+
+    `prompt` supplies the context that decides whether a word space stands before the first token. A tail that ends
+    in U+FFFD waits for the rest of its character, WINDOW tokens at most.
+    """
+
+    __slots__ = ("_decode", "_known", "_window")
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Items[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(prompt[-WINDOW:])
+        self._known = len(self._window)  # tokens of the window whose text is out
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
+        incomplete = after.endswith("\ufffd") and len(self._window) - self._known < WINDOW
+        if incomplete or len(after) <= len(before):
+            return ""
+        self._advance()
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
+        self._advance()
+        return after[len(before) :]
+
+    def _advance(self) -> None:
+        if len(self._window) > WINDOW:
+            del self._window[:-WINDOW]
+        self._known = len(self._window)
+
+
+class StopFinder:
+    """Holds back the longest tail that may become a stop string, and cuts at the first one that completes.
+
+    Where several complete at once the one that began first wins, so the result does not depend on how the text was
+    cut into pieces. `matched` is the stop string found; nothing may be pushed after it.
+    """
+
+    __slots__ = ("_first", "_held", "_include", "_stops", "matched")
+
+    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
+        self._stops = stops
+        self._first = frozenset(stop[0] for stop in stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that no stop string can claim any more."""
+        if not self._held and self._first.isdisjoint(text):  # nearly always
+            return text
+        text = self._held + text
+        found: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
+                found = (start + len(stop), start, stop)
+        if found is not None:
+            end, start, self.matched = found
+            self._held = ""
+            return text[: end if self._include else start]
+        hold = min(_first_partial(text, stop) for stop in self._stops)
+        self._held = text[hold:]
+        return text[:hold]
+
+    def flush(self) -> str:
+        """What was held back, at an end that is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _first_partial(text: str, stop: str) -> int:
+    """Where the longest tail of `text` that begins `stop` starts; len(text) if none does."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return at
+        at = text.find(stop[0], at + 1)
+    return len(text)
+
+
+def from_table(table: TokenTable) -> Detokenizer:
+    """A detokenizer for one output of the table's vocabulary."""
+    return ByteDetokenizer(table) if table.style == "bytes" else RunDetokenizer(table)
+
+
+def table_style(decoder: Mapping[str, Any] | None) -> Style | None:
+    """The style of a tokenizer.json "decoder" that TokenTable can take over, None for any other.
+
+    A final Strip of leading spaces is left out on purpose: it belongs to the beginning of the prompt.
+    """
+    steps = _steps(decoder)
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return "bytes"
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"]:
+        return None
+    replace = steps[0]
+    if replace.get("pattern") != {"String": "\u2581"} or replace.get("content") != " ":
+        return None
+    rest_is_strip = all(
+        step.get("type") == "Strip" and step.get("content") == " " and not step.get("stop") for step in steps[3:]
+    )
+    return "runs" if rest_is_strip else None
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder.get("decoders", ())) if decoder.get("type") == "Sequence" else [decoder]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level(token: str) -> str | bytes:
+    try:
+        data = bytes([_BYTE_OF[char] for char in token])
+    except KeyError:  # an added token written as plain text
+        data = token.encode()
+    try:
+        return data.decode("utf-8") or b""
+    except UnicodeDecodeError:
+        return data
+
+
+def _byte_fallback(token: str) -> str | bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ")

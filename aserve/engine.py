@@ -1,0 +1,370 @@
+"""The engine: what a program holds to serve one model, `async with Engine(...) as engine`.
+
+It owns the executor, the scheduler and the loop task (pipeline.py), and turns calls into admitted requests. It installs
+no signal handlers, starts no process, reads no environment; several live in one program. Nothing here blocks the
+event loop: loading, and encoding or rendering of long input, happen on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+from aserve import loading
+from aserve.admission import Limits, admit
+from aserve.chat_template import Message
+from aserve.config import EngineConfig
+from aserve.detokenizer import Detokenizer
+from aserve.errors import AserveError, InvalidRequestError, OverloadedError
+from aserve.executors import Executor
+from aserve.metrics import Metrics
+from aserve.output import Output
+from aserve.pipeline import Pipeline, dead_error
+from aserve.plan import WorkerInfo
+from aserve.prompts import OffLoop, Prompt, PromptEncoder
+from aserve.request import Request, SamplingParams, Sequence
+from aserve.scheduler import Scheduler
+from aserve.stream import Mailbox, Stream
+from aserve.tokenizer import Tokenizer
+
+_STOP_SECONDS = 10.0  # how long a step may still take once the streams are ended; then its thread is left behind
+_DEAD_STOP_SECONDS = 1.0
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its prompt and sampling."""
+
+    priority: int  # lower runs first
+    tenant: str  # fairness is between tenants
+    timeout: float | None  # seconds for the whole request
+    ttft_timeout: float | None  # seconds to its first token
+    label: str | None  # the client's own id; need not be unique
+    cache_salt: str | None  # requests with different salts share no cached prefix
+
+
+class ChatOptions(RequestOptions, total=False):
+    """What a chat request may say beside its messages and sampling."""
+
+    tools: Items[Mapping[str, Any]] | None
+    chat_template: str | None  # in place of the model's
+    add_generation_prompt: bool
+    continue_final_message: bool  # the output goes on where the last message ends
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine now, and its totals since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_blocks_used: int
+    num_blocks: int
+    num_in_flight: int
+    num_steps: int
+    num_output_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    last_step_seconds: float
+
+
+class Engine:
+    """Serves one model. Options are EngineConfig's: `Engine(model="...", dtype="float32")`.
+
+    With an `executor` nothing is loaded: it runs the steps, and `tokenizer` (None: token ids only) makes the text.
+    `info`, `stats()` and the methods that submit need a started engine.
+    """
+
+    info: WorkerInfo
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        executor: Executor | None = None,
+        tokenizer: Tokenizer | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = replace(config, **options) if config is not None else EngineConfig(**options)
+        self.metrics = Metrics()
+        self.tokenizer = tokenizer
+        self.draining = False  # stop() was called: no new requests
+        self._executor = executor
+        self._model = loading.Model(self.config.model or "model")
+        self._ids = itertools.count(1)
+        self._started = False
+        self._pipeline: Pipeline | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    # lifecycle
+
+    async def start(self) -> None:
+        """Loads the model and serves.
+
+        Raises ConfigError, the loader's error, or OverloadedError where `stop` came first; then nothing is left
+        running.
+        """
+        if self._started:
+            raise RuntimeError("an engine starts once; make another")
+        self._started = True
+        self._loop = asyncio.get_running_loop()
+        off_loop = OffLoop()
+        if self._executor is None:
+            self._model = await off_loop(partial(loading.find, self.config))
+            self._executor = await off_loop(partial(loading.make_executor, self._model, self.config))
+        executor = self._executor
+        worker = self._loop.create_task(executor.start())
+        try:
+            if self._model.files is not None and self.tokenizer is None:
+                self.tokenizer = await off_loop(partial(loading.load_tokenizer, self._model, self.config))
+            self.info = await worker
+            if self.draining:
+                raise OverloadedError("the engine was stopped while it started")
+            self._limits = Limits.create(self.config, self.info)
+            self._scheduler = Scheduler.create(self.config, self.info)
+        except BaseException:
+            worker.cancel()
+            await asyncio.wait([worker])
+            if not worker.cancelled() and worker.exception() is None:
+                await executor.stop()
+            raise
+        self._prompts = PromptEncoder(self.tokenizer, self.info.max_model_len, off_loop)
+        self._pipeline = Pipeline(
+            self._scheduler,
+            executor,
+            self.metrics,
+            depth=self._scheduler.depth,
+            step_timeout=self.config.step_timeout,
+            clock=self._loop.time,
+        )
+        self._task = self._loop.create_task(self._pipeline.run(), name="aserve-engine")
+
+    async def stop(self, drain_timeout: float = 0.0) -> None:
+        """Refuses new requests, lets live ones finish for `drain_timeout` seconds, ends the rest, frees the model.
+
+        Idempotent: a later call joins the first and may shorten its drain. Cancelling a call leaves the stop going on.
+        """
+        self.draining = True
+        if self._pipeline is None:
+            return
+        if self._stopping is None:
+            self._stopping = self._loop.create_task(self._shut_down(self._pipeline), name="aserve-stop")
+        hurry = self._loop.call_later(drain_timeout, self._pipeline.drained.set)
+        try:
+            await asyncio.shield(self._stopping)
+        finally:
+            hurry.cancel()
+
+    async def _shut_down(self, pipeline: Pipeline) -> None:
+        assert self._executor is not None
+        await pipeline.drained.wait()
+        pipeline.cancel_all("cancelled", OverloadedError("the engine is shutting down"))
+        pipeline.stop()
+        await asyncio.wait([self._task], timeout=_STOP_SECONDS)
+        self._task.cancel()  # a step hangs, or the task has ended
+        await asyncio.wait([self._task])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS if pipeline.dead is None else _DEAD_STOP_SECONDS):
+                await self._executor.stop()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # state
+
+    @property
+    def name(self) -> str:
+        """The model's served name."""
+        return self._model.name
+
+    @property
+    def started(self) -> bool:
+        """True once `start` was called, whether or not the model is loaded yet."""
+        return self._started
+
+    def check(self) -> None:
+        """Raises EngineDeadError or OverloadedError when no request can be served."""
+        if self._pipeline is not None and self._pipeline.dead is not None:
+            raise dead_error(self._pipeline.dead)
+        if self.draining:
+            raise OverloadedError("the engine is shutting down")
+        if self._pipeline is None:
+            raise OverloadedError("the engine is not started")
+
+    def stats(self) -> EngineStats:
+        """Counts of this moment; cheap."""
+        assert self._pipeline is not None, "the engine is not started"
+        now = self._scheduler.stats()
+        return EngineStats(
+            num_running=now.num_running,
+            num_waiting=now.num_waiting,
+            num_swapped=now.num_swapped,
+            num_blocks_used=now.num_blocks_used,
+            num_blocks=now.num_blocks,
+            num_in_flight=self._pipeline.num_in_flight,
+            num_steps=self.metrics.num_steps,
+            num_output_tokens=self.metrics.num_output_tokens,
+            num_prefix_hit_tokens=now.num_prefix_hit_tokens,
+            num_preemptions=now.num_preemptions,
+            last_step_seconds=self._pipeline.last_step_seconds,
+        )
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an output, unless a request says ignore_eos."""
+        return self.tokenizer.eos_token_ids if self.tokenizer is not None else self._model.end_token_ids
+
+    def default_sampling(self) -> dict[str, Any]:
+        """SamplingParams fields that the model's authors recommend; used where a request gives no params."""
+        return dict(self._model.sampling)
+
+    # requests
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> Stream:
+        """A stream that submits at first use; a refusal is raised there. Dropping it cancels."""
+        return self._stream(lambda: self._prompts.encode(prompt, add_special_tokens), params, options)
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> Stream:
+        """A stream of an admitted request.
+
+        Raises InvalidRequestError (ContextLengthError too), OverloadedError or EngineDeadError before any output.
+        """
+        stream = self.generate(prompt, params, add_special_tokens=add_special_tokens, **options)
+        await stream.submit()
+        return stream
+
+    async def generate_text(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> str:
+        """The whole text of one completion."""
+        async with self.generate(prompt, params, add_special_tokens=add_special_tokens, **options) as stream:
+            return await stream.text()
+
+    def chat(
+        self, messages: Items[Message], params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> Stream:
+        """`generate` of a conversation, written out by the model's chat template."""
+        chat: dict[str, Any] = {name: value for name, value in options.items() if name in _CHAT_ONLY}
+        rest: Any = {name: value for name, value in options.items() if name not in _CHAT_ONLY}
+        return self._stream(lambda: self._prompts.encode_chat(messages, **chat), params, rest)
+
+    async def submit_chat(
+        self, messages: Items[Message], params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> Stream:
+        """`submit` of a conversation."""
+        stream = self.chat(messages, params, **options)
+        await stream.submit()
+        return stream
+
+    def _stream(
+        self, encode: Callable[[], Awaitable[Items[int]]], params: SamplingParams | None, options: RequestOptions
+    ) -> Stream:
+        box = Mailbox(asyncio.get_running_loop(), self._cancel)
+        key = secrets.token_hex(16)
+        opener = partial(self._open, box, key, encode, params, options)
+        return Stream(box, key=key, label=options.get("label"), n=params.n if params else 1, open=opener)
+
+    async def _open(
+        self,
+        box: Mailbox,
+        key: str,
+        encode: Callable[[], Awaitable[Items[int]]],
+        params: SamplingParams | None,
+        options: RequestOptions,
+    ) -> None:
+        """Encodes, admits, hands over to the loop. No await follows admission, so nothing can be lost after it."""
+        try:
+            self.check()
+            if asyncio.get_running_loop() is not self._loop:
+                raise RuntimeError("this engine runs on another event loop")
+            arrival = self._loop.time()
+            prompt = await encode()
+            self.check()
+            request = self._admit(key, prompt, params or SamplingParams(**self._model.sampling), options, arrival)
+        except AserveError:
+            self.metrics.num_refused += 1
+            raise
+        if box.ended:  # closed meanwhile
+            return
+        box.request = request
+        outputs = [Output(sequence, box, self._detokenizer(request)) for sequence in request.sequences]
+        assert self._pipeline is not None
+        self._pipeline.add(request, outputs)
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.detokenizer(request.prompt, request.params.skip_special_tokens)
+
+    def _admit(
+        self, key: str, prompt: Items[int], params: SamplingParams, options: RequestOptions, arrival: float
+    ) -> Request:
+        max_tokens = admit(prompt, params, self._limits, num_waiting=self._scheduler.num_waiting)
+        request = Request(
+            id=next(self._ids),
+            key=key,
+            prompt=tuple(prompt),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+            max_tokens=max_tokens,
+            arrival=arrival,
+            end_token_ids=() if params.ignore_eos else self.end_token_ids,
+            deadline=_deadline(arrival, options.get("timeout"), "timeout"),
+            first_token_deadline=_deadline(arrival, options.get("ttft_timeout"), "ttft_timeout"),
+            priority=options.get("priority", 0),
+            tenant=options.get("tenant", ""),
+            label=options.get("label"),
+            cache_salt=options.get("cache_salt"),
+        )
+        request.sequences = [Sequence(request, index) for index in range(params.n)]
+        return request
+
+    def _cancel(self, request: Request) -> None:
+        if self._pipeline is not None:
+            self._pipeline.cancel(request, "cancelled")
+
+
+_CHAT_ONLY = frozenset(ChatOptions.__annotations__) - frozenset(RequestOptions.__annotations__)
+
+
+def _deadline(arrival: float, timeout: float | None, name: str) -> float | None:
+    if timeout is None:
+        return None
+    if math.isnan(timeout):
+        raise InvalidRequestError(f"{name} must be a number of seconds", param=name)
+    return arrival + timeout

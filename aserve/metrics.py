@@ -1,0 +1,84 @@
+"""What the engine counts: requests by outcome, tokens, and times.
+
+Pure: pipeline.py calls it with times it has read, a route exports it. Every admitted request is counted under exactly
+one outcome when it ends. Counters only grow.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import get_args
+
+from aserve.request import FinishReason, Request
+
+TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_SEVERITY: tuple[FinishReason, ...] = (
+    "stop",
+    "length",
+    "cancelled",
+    "deadline",
+    "error",
+)  # the worst names the outcome
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How many values were at most each bound; `counts` has one more entry, for those above the last."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Counts one value; a bound belongs to its own bucket, as in Prometheus."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return sum(self.counts)
+
+
+def _per_token() -> Histogram:
+    return Histogram(TOKEN_SECONDS)
+
+
+def _per_request() -> Histogram:
+    return Histogram(REQUEST_SECONDS)
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything counted since the engine started. Times in seconds."""
+
+    outcomes: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
+    num_refused: int = 0  # refused before admission; not among the outcomes
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    num_prompt_tokens: int = 0  # of requests that ended
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    first_token: Histogram = field(default_factory=_per_request)  # arrival to first token
+    inter_token: Histogram = field(default_factory=_per_token)  # between two tokens of a choice
+    queue: Histogram = field(default_factory=_per_request)  # arrival to first step
+    request: Histogram = field(default_factory=_per_request)  # arrival to end
+    step: Histogram = field(default_factory=_per_token)  # submitted to result
+
+    def count_end(self, request: Request, reasons: list[FinishReason], now: float) -> FinishReason:
+        """Counts a request once, under the worst of its choices' reasons."""
+        outcome = max(reasons, key=_SEVERITY.index)
+        self.outcomes[outcome] += 1
+        self.num_prompt_tokens += len(request.prompt)
+        self.num_cached_tokens += request.num_cached
+        self.num_preemptions += request.num_preemptions
+        self.request.observe(now - request.arrival)
+        if request.first_scheduled is not None:
+            self.queue.observe(request.first_scheduled - request.arrival)
+        return outcome

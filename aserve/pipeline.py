@@ -1,0 +1,239 @@
+"""The engine's loop: schedule, run, commit, deliver, with up to `depth` steps in flight.
+
+Made and owned by engine.py, which runs `run` as its one task; everything here happens on the event loop. It never
+blocks, polls or sleeps: with nothing to do it waits for a request, a cancellation or the next deadline. When it
+cannot go on, every open stream ends with EngineDeadError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from aserve.errors import AserveError, DeadlineError, EngineDeadError, RequestFailedError
+from aserve.executors import Executor, StepError
+from aserve.metrics import Metrics
+from aserve.output import Output
+from aserve.plan import StepPlan, StepResult
+from aserve.request import Delta, FinishReason, Request, Sequence
+from aserve.scheduler import Event, Scheduler
+
+_SLICE = 128  # tokens delivered before other tasks get a turn: about half a millisecond
+_log = logging.getLogger("aserve")
+
+InFlight = tuple[StepPlan, Awaitable[StepResult], float]  # and when it was submitted
+
+
+class Pipeline:
+    """Drives one scheduler over one executor. `clock` gives the loop's seconds."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        metrics: Metrics,
+        *,
+        depth: int,
+        step_timeout: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._metrics = metrics
+        self._depth = depth
+        self._step_timeout = step_timeout
+        self._clock = clock
+        self._in_flight: deque[InFlight] = deque()
+        self._outputs: dict[Sequence, Output] = {}  # of every sequence whose last delta is not out
+        self._reasons: dict[Request, list[FinishReason]] = {}  # of every live request: its ended choices' reasons
+        self._woken = asyncio.Event()
+        self._stopping = False
+        self.drained = asyncio.Event()  # no request is live, or there is no time to wait for those that are
+        self.drained.set()
+        self.dead: BaseException | None = None  # why it cannot go on
+        self.last_step_seconds = 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps submitted and not yet committed."""
+        return len(self._in_flight)
+
+    def add(self, request: Request, outputs: list[Output]) -> None:
+        """Takes an admitted request; its outputs get every event."""
+        self._scheduler.add(request)
+        self._reasons[request] = []
+        for output in outputs:
+            self._outputs[output.sequence] = output
+        self.drained.clear()
+        self._woken.set()
+
+    def cancel(self, request: Request, reason: FinishReason, error: AserveError | None = None) -> None:
+        """Marks a live request; the scheduler reaps it at the next step boundary."""
+        if request in self._reasons:
+            self._scheduler.cancel(request, reason, error)
+            self._woken.set()
+
+    def cancel_all(self, reason: FinishReason, error: AserveError) -> None:
+        """Marks every live request."""
+        for request in list(self._reasons):
+            self.cancel(request, reason, error)
+
+    def stop(self) -> None:
+        """Lets `run` return once no request is live."""
+        self._stopping = True
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Serves until `stop`. Never raises but when cancelled: `dead` says why it ended early."""
+        try:
+            await self._run()
+        except BaseException as error:
+            self._die(error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    async def _run(self) -> None:
+        while True:
+            self._woken.clear()
+            self._submit_ahead()
+            if self._in_flight:
+                events = await self._commit_next()
+                self._submit_ahead()  # the model works on while this step's tokens are delivered
+                await self._deliver(events)
+            elif reaped := self._scheduler.take_events():
+                await self._deliver(reaped)
+            elif self._stopping and not self._reasons:
+                return
+            else:
+                await self._wait_for_work()
+
+    def _submit_ahead(self) -> None:
+        while len(self._in_flight) < self._depth:
+            now = self._clock()
+            plan = self._scheduler.schedule(now)
+            if plan is None:
+                return
+            self._in_flight.append((plan, self._executor.submit(plan), now))
+
+    async def _commit_next(self) -> list[Event]:
+        plan, result, submitted = self._in_flight.popleft()
+        try:
+            async with asyncio.timeout(self._step_timeout):
+                step = await result
+        except TimeoutError:
+            raise EngineDeadError(f"step {plan.number} took longer than {self._step_timeout:g} s") from None
+        except StepError as error:
+            _log.error("step %d failed: %s", plan.number, error)
+            self._metrics.num_failed_steps += 1
+            failure = RequestFailedError(f"the model failed on this request: {error}")
+            failure.__cause__ = error
+            return self._scheduler.fail(plan.number, error.slots, failure, self._clock())
+        now = self._clock()
+        self.last_step_seconds = now - submitted
+        self._metrics.num_steps += 1
+        self._metrics.step.observe(self.last_step_seconds)
+        return self._scheduler.commit(step, now)
+
+    async def _wait_for_work(self) -> None:
+        deadline = self._scheduler.next_deadline()
+        delay = None if deadline is None else max(0.0, deadline - self._clock())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._woken.wait()
+
+    async def _deliver(self, events: list[Event]) -> None:
+        now = self._clock()
+        for start in range(0, len(events), _SLICE):
+            if start:
+                await asyncio.sleep(0)  # a turn for the readers woken so far
+            for event in events[start : start + _SLICE]:
+                output = self._outputs.get(event.sequence)
+                if output is not None:
+                    try:
+                        self._deliver_one(output, event, now)
+                    except Exception as error:
+                        self._fail_request(event.sequence.request, error)
+
+    def _deliver_one(self, output: Output, event: Event, now: float) -> None:
+        sequence, token_id, logprobs, reason = event
+        if token_id is not None:
+            self._metrics.num_output_tokens += 1
+            if output.num_tokens:
+                self._metrics.inter_token.observe(now - output.last_time)
+            elif sequence.index == 0:  # all choices have their first token in one step
+                self._metrics.first_token.observe(now - sequence.request.arrival)
+            output.last_time = now
+            if reason is None:
+                delta = output.advance(token_id, logprobs)
+                if delta.finish_reason is None:
+                    output.box.push(delta)
+                    return
+                self._scheduler.finish(sequence, "stop")
+                self._end(output, delta, now)
+                return
+        assert reason is not None
+        self._end(output, output.finish(token_id, logprobs, reason), now)
+
+    def _end(self, output: Output, delta: Delta, now: float) -> None:
+        """The last delta of a choice; after a request's last choice, the end of its stream."""
+        request = output.sequence.request
+        reason = delta.finish_reason
+        assert reason is not None
+        del self._outputs[output.sequence]
+        reasons = self._reasons[request]
+        reasons.append(reason)
+        error = request.error
+        if isinstance(error, DeadlineError) and any(sequence.output for sequence in request.sequences):
+            error = None  # the reader keeps what there is, and sees why it ends
+        if error is None:
+            output.box.push(delta)
+        if error is not None or len(reasons) == len(request.sequences):
+            output.box.end(error)
+        if len(reasons) == len(request.sequences):
+            del self._reasons[request]
+            self._metrics.count_end(request, reasons, now)
+            if not self._reasons:
+                self.drained.set()
+
+    def _fail_request(self, request: Request, cause: Exception) -> None:
+        """A mistake in turning one request's tokens into text must not harm the others."""
+        _log.error("request %s failed", request.key, exc_info=cause)
+        error = RequestFailedError(f"the engine failed this request: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self.cancel(request, "error", error)
+
+    def _die(self, cause: BaseException) -> None:
+        self.dead = cause.__cause__ if isinstance(cause, EngineDeadError) and cause.__cause__ else cause
+        if isinstance(cause, asyncio.CancelledError):
+            _log.warning("the engine's task was cancelled")
+        else:
+            _log.critical("the engine is dead: %s", cause, exc_info=cause)
+        now = self._clock()
+        boxes = {output.box for output in self._outputs.values()}
+        self._outputs.clear()
+        for request in self._reasons:
+            self._metrics.count_end(request, ["error"], now)
+        self._reasons.clear()
+        for _, result, _ in self._in_flight:
+            if isinstance(result, asyncio.Future):
+                result.cancel()
+        self._in_flight.clear()
+        for box in boxes:
+            box.end(dead_error(self.dead))
+        self.drained.set()
+
+
+def dead_error(cause: BaseException) -> EngineDeadError:
+    """A fresh error for every caller: one that is raised again and again would grow its traceback."""
+    if isinstance(cause, EngineDeadError):
+        message = cause.message
+    elif isinstance(cause, asyncio.CancelledError):
+        message = "its task was cancelled"
+    else:
+        message = f"{type(cause).__name__}: {cause}"
+    error = EngineDeadError(f"the engine is dead: {message}")
+    error.__cause__ = cause
+    return error

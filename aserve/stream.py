@@ -1,0 +1,241 @@
+"""The way of a request's output from the engine to whoever reads it.
+
+A `Mailbox` is the engine's end: it never waits and is never full, since deltas that pile up are joined per choice
+when read (a request's max_tokens bounds them). A `Stream` is the user's end; the engine holds no reference to it, so
+that dropping it can cancel the request. Nothing here may block or create a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+from aserve.errors import AserveError, InvalidRequestError
+from aserve.request import Completion, Delta, Request, Usage
+
+
+class Mailbox:
+    """Undelivered deltas of one request, and how it ended. Everything but `abandon` runs on the loop's thread."""
+
+    __slots__ = ("_cancel", "_deltas", "_loop", "_waiter", "ended", "error", "request")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, cancel: Callable[[Request], None]) -> None:
+        self._loop = loop
+        self._cancel = cancel  # marks the request; the scheduler reaps it
+        self._deltas: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None  # at most one reader
+        self.request: Request | None = None  # None until admitted
+        self.ended = False  # no delta will follow
+        self.error: AserveError | None = None  # raised to the reader once the deltas are read
+
+    def push(self, delta: Delta) -> None:
+        """Leaves a delta and wakes the reader."""
+        self._deltas.append(delta)
+        if self._waiter is not None:
+            self._wake()
+
+    def end(self, error: AserveError | None = None) -> None:
+        """No delta will follow. The first call decides."""
+        if not self.ended:
+            self.ended, self.error = True, error
+            if self._waiter is not None:
+                self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def take(self) -> list[Delta]:
+        """All that is there, at most one delta per choice."""
+        deltas = self._deltas
+        if not deltas:
+            return []
+        self._deltas = []
+        return deltas if len(deltas) == 1 else _join(deltas)
+
+    async def wait(self) -> bool:
+        """True once a delta is there, False at the end. Raises the request's error after its last delta."""
+        while not self._deltas:
+            if self.ended:
+                if self.error is not None:
+                    raise self.error
+                return False
+            if self._waiter is not None:
+                raise RuntimeError("another task is already reading this stream")
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return True
+
+    def cancel(self) -> None:
+        """The reader wants no more."""
+        if not self.ended:
+            self.end()
+            self._deltas.clear()
+            if self.request is not None:
+                self._cancel(self.request)
+
+    def abandon(self) -> None:
+        """`cancel` from a finalizer, which may run on any thread, or after the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.cancel)
+
+
+class Stream:
+    """The output of one request: `async for delta in stream`.
+
+    Leaving `async with`, `await aclose()`, cancelling the task that iterates, or dropping the stream cancels a request
+    that is not finished. Deltas that come faster than they are read are joined, one per choice. A stream from
+    `Engine.generate` submits its request at first use, and a refusal is raised there.
+    """
+
+    __slots__ = ("__weakref__", "_ahead", "_box", "_open", "key", "label", "n")
+
+    def __init__(
+        self,
+        box: Mailbox,
+        *,
+        key: str,
+        label: str | None = None,
+        n: int = 1,
+        open: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._box = box
+        self._open = open  # submits the request; None once called
+        self._ahead: deque[Delta] = deque()  # taken, not yet yielded
+        self.key = key  # the request's name on the wire
+        self.label = label  # the client's own id
+        self.n = n
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._open is not None:
+            await self.submit()
+        try:
+            if not await self._box.wait():
+                raise StopAsyncIteration
+        except asyncio.CancelledError:
+            self._box.cancel()
+            raise
+        deltas = self._box.take()
+        if len(deltas) > 1:
+            self._ahead.extend(deltas[1:])
+        return deltas[0]
+
+    async def submit(self) -> None:
+        """Submits the request, if that is still to be done. Raises its refusal."""
+        if self._open is not None:
+            open_, self._open = self._open, None
+            try:
+                await open_()
+            except BaseException:
+                self._box.cancel()
+                raise
+
+    async def ready(self) -> bool:
+        """Waits for output: True when `take_nowait` has some, False at the end; raises what the request failed with.
+
+        Unlike iteration, cancelling this wait (a timeout, say) leaves the request running.
+        """
+        if self._open is not None:
+            await self.submit()
+        return bool(self._ahead) or await self._box.wait()
+
+    def take_nowait(self) -> list[Delta]:
+        """Everything undelivered, at most one delta per choice; empty if nothing is there."""
+        deltas = [*self._ahead, *self._box.take()] if self._ahead else self._box.take()
+        self._ahead.clear()
+        return deltas
+
+    async def completions(self) -> list[Completion]:
+        """Reads to the end; one Completion per choice, by index."""
+        deltas: list[Delta] = []
+        async for delta in self:
+            deltas.append(delta)
+        return [
+            Completion(d.index, d.text, d.token_ids, d.finish_reason or "cancelled", d.stop_reason, d.logprobs)
+            for d in sorted(_join(deltas), key=lambda delta: delta.index)
+        ]
+
+    async def text(self) -> str:
+        """Reads to the end; the text of the only choice. Raises InvalidRequestError where n > 1."""
+        if self.n != 1:
+            raise InvalidRequestError(f"text() needs n = 1, this stream has n = {self.n}", param="n")
+        return "".join([delta.text async for delta in self])
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as the model sees it; empty before the request is submitted."""
+        return self._box.request.prompt if self._box.request is not None else ()
+
+    @property
+    def prompt_logprobs(self) -> list[object]:
+        """TokenLogprobs of the prompt from its second token, where asked; there once the first delta is."""
+        return self._box.request.prompt_logprobs if self._box.request is not None else []
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; final at the end."""
+        request = self._box.request
+        if request is None:
+            return Usage(0, 0, 0)
+        num_output = sum(len(sequence.output) for sequence in request.sequences)
+        return Usage(len(request.prompt), num_output, request.num_cached)
+
+    @property
+    def ended(self) -> bool:
+        """True once no delta will follow those already there."""
+        return self._box.ended
+
+    async def aclose(self) -> None:
+        """Cancels the request if it is not finished. Idempotent."""
+        self._open = None
+        self._ahead.clear()
+        self._box.cancel()
+
+    async def __aenter__(self) -> Self:
+        await self.submit()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        box = self._box
+        if not box.ended and box.request is not None:
+            box.abandon()
+
+
+def _join(deltas: list[Delta]) -> list[Delta]:
+    """One delta per choice, in the order in which the choices appear."""
+    choices: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        choices.setdefault(delta.index, []).append(delta)
+    return [group[0] if len(group) == 1 else _join_choice(group) for group in choices.values()]
+
+
+def _join_choice(deltas: list[Delta]) -> Delta:
+    last = deltas[-1]
+    with_logprobs = any(delta.logprobs is not None for delta in deltas)
+    return Delta(
+        last.index,
+        "".join([delta.text for delta in deltas]),
+        tuple([token_id for delta in deltas for token_id in delta.token_ids]),
+        last.finish_reason,
+        last.stop_reason,
+        last.offset,
+        tuple([entry for delta in deltas for entry in delta.logprobs or ()]) if with_logprobs else None,
+    )

@@ -1,0 +1,132 @@
+"""The ASGI application: routes over one engine, in a Starlette app that stands alone or is mounted in a user's own.
+
+`create_app` is the shape of a user's own application too (`aserve serve --app pkg.module:create_app`). It uses only
+aserve's public names, starts the engine only where it is not running, and installs no signal handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from aserve import AserveError, Engine, InvalidRequestError, NotFoundError, RequestFailedError
+from routes.admin import Admin
+from routes.chat import ChatCompletions
+from routes.completions import Completions
+from routes.endpoint import Options
+from routes.http import error_response
+from routes.middleware import ApiKeys, RequestLog
+from routes.models import Models
+from routes.openapi import OpenAPI
+from routes.records import Live
+
+
+def create_app(
+    engine: Engine,
+    *,
+    served_model_names: Sequence[str] = (),
+    api_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+    max_body_bytes: int = 8 << 20,
+    ping_interval: float = 15.0,
+) -> Starlette:
+    """The application. The engine's own name is served where no names are given.
+
+    `ping_interval` is seconds between comments on an idle stream. A mounted app's lifespan is never run by its host,
+    which must start the engine itself.
+    """
+    options = Options(
+        served_model_names=tuple(served_model_names),
+        max_body_bytes=max_body_bytes,
+        ping_interval=ping_interval,
+    )
+    live = Live()
+    admin = Admin(engine, live, options)
+    models = Models(engine, options)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", Completions(engine, live, options), methods=["POST"]),
+            Route("/v1/chat/completions", ChatCompletions(engine, live, options), methods=["POST"]),
+            Route("/v1/models", models.list),
+            Route("/v1/models/{id:path}", models.retrieve),
+            Route("/v1/requests/{id}", admin.cancel, methods=["DELETE"]),
+            Route("/tokenize", admin.tokenize, methods=["POST"]),
+            Route("/detokenize", admin.detokenize, methods=["POST"]),
+            Route("/health", admin.health),
+            Route("/ready", admin.health),
+            Route("/version", admin.version),
+            Route("/load", admin.load),
+            Route("/metrics", admin.metrics),
+            Route("/openapi.json", OpenAPI().get),
+        ],
+        middleware=_middleware(engine, api_keys, cors_origins),
+        exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},
+        lifespan=_lifespan(engine),
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _middleware(engine: Engine, api_keys: Sequence[str], cors_origins: Sequence[str]) -> list[Middleware]:
+    stack = [Middleware(RequestLog, engine=engine)]
+    if cors_origins:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(cors_origins),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "x-aserve-warning", "retry-after"],
+            )
+        )
+    if api_keys:
+        stack.append(Middleware(ApiKeys, keys=api_keys))
+    return stack
+
+
+def _lifespan(engine: Engine) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if engine.started:  # by the program this app is part of, which also stops it
+            yield
+            return
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.stop()
+
+    return lifespan
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such route, wrong method) in the OpenAI shape."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return error_response(NotFoundError(f"no such route: {where}", code="route_not_found"))
+    refusal = InvalidRequestError(f"{where}: {error.detail}")
+    refusal.status = error.status_code
+    response = error_response(refusal)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _aserve_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AserveError)
+    return error_response(error)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """A bug; Starlette raises it on, so that the server logs the traceback."""
+    response = error_response(RequestFailedError("internal error"))
+    response.headers["x-request-id"] = request.scope["aserve.record"].label  # this answer bypasses the middleware
+    return response

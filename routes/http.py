@@ -1,0 +1,117 @@
+"""The plain HTTP of every route: reading a bounded body, JSON answers and errors, noticing that the client left.
+
+Called by the route files. An answer's body is ASCII JSON (so it is valid whatever text it holds), and an error's is
+always the OpenAI error object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import anyio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from aserve import AserveError, AuthenticationError, OverloadedError, RequestTooLargeError
+
+T = TypeVar("T")
+_UNPRINTABLE = re.compile(r"[^\x21-\x7e]+")
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises RequestTooLargeError past `limit` bytes, before reading on, and ClientGone."""
+    length = header(scope, b"content-length")
+    if length and length.isdigit() and int(length) > limit:
+        raise RequestTooLargeError(f"the body has {int(length)} bytes, at most {limit} are taken")
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise RequestTooLargeError(f"the body has more than {limit} bytes")
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of that lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
+
+
+def warning_headers(unknown: list[str]) -> dict[str, str]:
+    """Names fields that were accepted and ignored, as printable ASCII in a bounded header."""
+    if not unknown:
+        return {}
+    names = ", ".join(_UNPRINTABLE.sub("?", name)[:64] for name in unknown[:16])
+    return {"x-aserve-warning": f"ignored unknown fields: {names}"}
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`content` as strict JSON (NaN raises), escaped to ASCII."""
+    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return Response(body, status, dict(headers or {}), media_type="application/json")
+
+
+def error_response(error: AserveError) -> Response:
+    """The error's status and wire form, with the headers that its kind calls for."""
+    headers = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    elif isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    elif isinstance(error, RequestTooLargeError):
+        headers["connection"] = "close"  # the rest of the body is never read
+    return json_response(error.wire(), error.status, headers)
+
+
+async def watch_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    """Cancels `scope` when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel("the client disconnected")
+
+
+async def unless_gone(receive: Receive, answer: Awaitable[T]) -> T:
+    """Awaits `answer`, or cancels it and raises ClientGone as soon as the client leaves."""
+    gone = True
+    error: AserveError | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch_disconnect, receive, tasks.cancel_scope)
+        try:
+            result = await answer
+            gone = False
+        except AserveError as failure:  # carried out by hand: a task group would wrap it
+            error, gone = failure, False
+        tasks.cancel_scope.cancel()
+    if error is not None:
+        raise error
+    if gone:
+        raise ClientGone
+    return result
+
+
+@asynccontextmanager
+async def endpoint_errors(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[None]:
+    """Answers an AserveError raised inside, before the response started, with its JSON; a lost client with nothing."""
+    try:
+        yield
+    except ClientGone:
+        pass
+    except AserveError as error:
+        await error_response(error)(scope, receive, send)

@@ -1,0 +1,94 @@
+"""What every request passes: an id in and out, one access-log line with tokens and times, API keys. Pure ASGI.
+
+app.py stacks them (CORS is Starlette's own). None may buffer or re-send a body: they are on the path of every token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from aserve import AuthenticationError, Engine
+from routes.http import error_response, header
+from routes.records import Record
+
+log = logging.getLogger("aserve.access")
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # for probes, which carry no key
+_LABEL = re.compile(r"[\x21-\x7e]{1,128}")
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/load"})  # logged at debug
+
+
+class RequestLog:
+    """Gives each request a Record at scope["aserve.record"], answers with X-Request-ID, and logs the end."""
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self.app = app
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        label = header(scope, b"x-request-id") or ""
+        record = Record(label if _LABEL.fullmatch(label) else uuid.uuid4().hex)
+        scope["aserve.record"] = record
+        status = 0
+
+        async def labelled(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra = [(b"x-request-id", record.label.encode("ascii"))]
+                if self.engine.draining:
+                    extra.append((b"connection", b"close"))
+                message = {**message, "headers": [*message.get("headers", ()), *extra]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, labelled)
+        finally:
+            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+            log.log(
+                level,
+                "%s %s %s %s id=%s",
+                scope["method"],
+                scope["path"],
+                status or "-",
+                record.describe(),
+                record.label,
+            )
+
+
+class ApiKeys:
+    """Asks for `Authorization: Bearer KEY` on every path but OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._allows(scope):
+            await self.app(scope, receive, send)
+            return
+        await error_response(AuthenticationError("no or wrong API key"))(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+            return True
+        scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        given = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        # Every key is compared, in constant time: how long it takes says nothing about any of them.
+        return any([hmac.compare_digest(given, digest) for digest in self._digests])
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,111 @@
+"""What the server knows of each request in flight: who asked, what it cost, and how to cancel it.
+
+The middleware opens a Record per HTTP request and logs it at the end; generation routes fill it in and register it
+in `Live`, where DELETE /v1/requests/{id} finds it. A client's own id is a label here, never a key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from aserve import AserveError, DeadlineError, RequestFailedError, Stream
+
+
+class CancelledRequestError(RequestFailedError):
+    """The request was cancelled through the API, or by the server's end."""
+
+    status = 499
+    type = "request_cancelled"
+    code = "request_cancelled"
+
+
+def abnormal(reason: str) -> AserveError | None:
+    """The error for a finish reason that is no success, so that no cut answer looks complete."""
+    if reason in ("stop", "length"):
+        return None
+    if reason == "deadline":
+        return DeadlineError("the request's deadline passed")
+    if reason == "cancelled":
+        return CancelledRequestError("the request was cancelled")
+    return RequestFailedError("the request failed")
+
+
+@dataclass(slots=True)
+class Record:
+    """One HTTP request, for its access-log line. Times are seconds of the monotonic clock."""
+
+    label: str  # the client's X-Request-ID, or ours
+    start: float = field(default_factory=time.perf_counter)
+    streams: Sequence[Stream] = ()
+    first_token: float | None = None
+    outcome: str = ""
+    cancellation: AserveError | None = None
+    _scope: anyio.CancelScope | None = None
+
+    def token(self) -> None:
+        """Notes the time of the first token."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+
+    def cancellable(self) -> anyio.CancelScope:
+        """A scope that `cancel` ends, around the part of the work that waits for tokens."""
+        self._scope = anyio.CancelScope()
+        if self.cancellation is not None:
+            self._scope.cancel()
+        return self._scope
+
+    def cancel(self, message: str) -> None:
+        """Ends the request from outside; its client gets the error."""
+        self.cancellation = CancelledRequestError(message)
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def finish(self, error: AserveError | None, *, gone: bool) -> None:
+        """Notes how it ended."""
+        self.outcome = "disconnected" if gone else (error.code or error.type) if error else "ok"
+
+    def describe(self) -> str:
+        """Tokens and times, for the log."""
+        parts = []
+        if self.streams:
+            prompt = sum(len(stream.prompt_token_ids) for stream in self.streams)
+            parts.append(f"prompt={prompt} completion={sum(s.usage.completion_tokens for s in self.streams)}")
+        if self.first_token is not None:
+            parts.append(f"ttft={self.first_token - self.start:.3f}s")
+        parts.append(f"total={time.perf_counter() - self.start:.3f}s")
+        if self.outcome not in ("", "ok"):
+            parts.append(self.outcome)
+        return " ".join(parts)
+
+
+class Live:
+    """Generation requests in flight, by the keys of their engine streams."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: Record, streams: Sequence[Stream]) -> None:
+        """Makes a request cancellable by any of its streams' keys."""
+        record.streams = streams
+        for stream in streams:
+            self._records[stream.key] = record
+
+    def remove(self, record: Record) -> None:
+        """Forgets a request that has ended."""
+        for stream in record.streams:
+            self._records.pop(stream.key, None)
+
+    def cancel(self, name: str) -> bool:
+        """Cancels by key, with or without the response's prefix (cmpl-, chatcmpl-). False where it is unknown."""
+        record = self._records.get(name.rpartition("-")[2])
+        if record is None:
+            return False
+        record.cancel("the request was cancelled by DELETE /v1/requests")
+        return True

@@ -1,0 +1,189 @@
+"""One process that serves: port bound first, then the model, then requests until a signal says to drain.
+
+The CLI calls `serve`. uvicorn on its own would wait for open streams before it tells the application to stop; so the
+first signal stops the engine instead: no new requests (503), open ones finish within the drain timeout or end with an
+error, and only then does uvicorn shut down. A second signal ends what is open at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from aserve import ConfigError, Engine, EngineConfig
+from routes.app import create_app
+
+log = logging.getLogger("aserve.server")
+
+_CLOSE_SECONDS = 5.0  # for the last error events to reach slow readers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the command line says beside the engine's options."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 8 << 20
+    ping_interval: float = 15.0
+    drain_timeout: float = 30.0
+    log_level: str = "info"
+    root_path: str = ""  # where a proxy mounts the server
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    app: str | None = None  # pkg.module:create_app
+
+
+def serve(config: EngineConfig, options: ServerOptions) -> int:
+    """Serves until a signal; the exit code: 0 after a whole drain, 1 where requests were cut or the engine died.
+
+    Raises ConfigError for what is wrong before serving, a busy port included.
+    """
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with bind(options.host, options.port) as listener:
+        return serve_engine(Engine(config), listener, options)
+
+
+def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
+    """`serve`, for an engine that is made but not started, on a listening socket."""
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if options.ssl_certfile else "http"
+    log.info("listening on %s://%s:%d, loading the model", scheme, f"[{host}]" if ":" in host else host, port)
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
+    settings = uvicorn.Config(
+        build_app(engine, options),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        timeout_graceful_shutdown=int(_CLOSE_SECONDS),
+    )
+    server = Server(settings, engine, options.drain_timeout)
+    with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
+        return runner.run(server.run_engine(listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket: from here on a second server on the port fails, and clients queue. Raises ConfigError."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be 0 to 65535, got {port}", param="port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}", param="port") from None
+    return listener
+
+
+def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
+    """aserve's application, or the user's own. Raises ConfigError where that cannot be imported."""
+    if options.app is None:
+        return create_app(
+            engine,
+            served_model_names=options.served_model_names,
+            api_keys=options.api_keys,
+            cors_origins=options.cors_origins,
+            max_body_bytes=options.max_body_bytes,
+            ping_interval=options.ping_interval,
+        )
+    module, _, name = options.app.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name or "create_app")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--app {options.app}: {error}", param="app") from error
+    return cast(Callable[[Engine], ASGIApp], factory)(engine)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a drain between the first signal and its own shutdown."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain_timeout: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_timeout = drain_timeout
+        self._num_signals = 0
+        self._signalled = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run_engine(self, listener: socket.socket) -> int:
+        """Loads the model while the port already answers 503, serves, drains; the exit code."""
+        self._loop = asyncio.get_running_loop()
+        starting = asyncio.create_task(self._engine.start())
+        serving = asyncio.create_task(self.serve([listener]))
+        signalled = asyncio.create_task(self._signalled.wait())
+        try:
+            await asyncio.wait([starting, serving, signalled], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()  # raises what loading failed with
+                self._log_ready()
+                await asyncio.wait([serving, signalled], return_when=asyncio.FIRST_COMPLETED)
+            return await self._drain(starting)
+        finally:
+            signalled.cancel()
+            self.should_exit = True
+            await serving
+
+    def _log_ready(self) -> None:
+        info = self._engine.info
+        log.info(
+            "ready: %s, %s %s, context %d, # GPU blocks: %d, # CPU blocks: %d, loaded in %.1f s",
+            self._engine.name,
+            info.device,
+            info.dtype,
+            info.max_model_len,
+            info.num_gpu_blocks,
+            info.num_cpu_blocks,
+            info.startup_seconds,
+        )
+
+    async def _drain(self, starting: asyncio.Task[None]) -> int:
+        """Ends open requests: by themselves in time, else, or at the second signal, with an error."""
+        log.info("draining for up to %g s; signal again to end at once", self._drain_timeout)
+        starting.cancel()
+        began = time.monotonic()
+        stopping = asyncio.create_task(self._engine.stop(drain_timeout=self._drain_timeout))
+        hurried = asyncio.create_task(self._hurried.wait())
+        await asyncio.wait([stopping, hurried], return_when=asyncio.FIRST_COMPLETED)
+        whole = stopping.done() and time.monotonic() - began < self._drain_timeout
+        hurried.cancel()
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        await self._engine.stop()
+        return 0 if whole else 1
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn's signal handlers, between two bytecodes of the loop's thread."""
+        self._num_signals += 1
+        if self._num_signals > 2 or self._loop is None:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+            return
+        event = self._signalled if self._num_signals == 1 else self._hurried
+        self._loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,34 @@
+"""`aserve serve` over the fake model, in a process of its own: python -m tests.serve_fake PORT DRAIN_TIMEOUT.
+
+A step takes 5 ms here, so that signals arrive while streams are open.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from aserve import Engine, EngineConfig
+from aserve.executors.thread import ThreadExecutor
+from routes.server import ServerOptions, bind, serve_engine
+from tests.serving import TOKENIZER, VOCAB_SIZE, EchoRunner
+
+
+def main(port: int, drain_timeout: float) -> int:
+    logging.basicConfig(level="INFO")
+    runner = EchoRunner(
+        num_gpu_blocks=4096,
+        block_size=16,
+        max_model_len=4096,
+        vocab_size=VOCAB_SIZE,
+        before_step=lambda plan: time.sleep(0.005),
+    )
+    engine = Engine(EngineConfig(model="fake"), executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
+    with bind("127.0.0.1", port) as listener:
+        print(listener.getsockname()[1], flush=True)
+        return serve_engine(engine, listener, ServerOptions(drain_timeout=drain_timeout))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2])))

@@ -1,0 +1,141 @@
+"""Loading: shards, dtypes, dummy weights, and one clear line for a checkpoint that does not fit its config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aserve.errors import ConfigError
+from aserve.models import Model
+from aserve.models.loader import load_model, native_architectures
+from aserve_kernels import load
+from tests.models_util import PagedMemory, load_saved, make_reference, resolved
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    make_reference("qwen3").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(directory: Path, **options: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+
+
+def change_tensors(directory: Path, change: Any) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def some_logits(model: Model) -> torch.Tensor:
+    memory = PagedMemory(model)
+    return memory.step([(memory.add(), [5, 9, 60, 3, 3, 41])])[0]
+
+
+def load_dummy(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
+    files = resolved(directory, load_format="dummy")
+    return load_model(files, dtype=dtype, device="cpu", kernels=load("torch"), seed=seed)
+
+
+def test_a_sharded_checkpoint_gives_the_same_model_as_one_file(tmp_path: Path) -> None:
+    reference = make_reference("llama2")
+    reference.save_pretrained(tmp_path / "one")
+    reference.save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    assert len(resolved(tmp_path / "many").weights) > 2
+    torch.testing.assert_close(
+        some_logits(load_saved(tmp_path / "many")), some_logits(load_saved(tmp_path / "one")), atol=0, rtol=0
+    )
+
+
+def test_weights_are_cast_to_the_asked_dtype(saved: Path) -> None:
+    wide = load_saved(saved)
+    narrow = load_model(resolved(saved), dtype=torch.bfloat16, device="cpu", kernels=load("torch"))
+    assert narrow.spec.dtype is torch.bfloat16
+    logits = some_logits(narrow)
+    assert logits.dtype is torch.bfloat16
+    torch.testing.assert_close(logits.float(), some_logits(wide), atol=0.5, rtol=0.05)
+
+
+def test_dummy_weights_need_only_a_config_and_follow_the_seed(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    one, same, other = (some_logits(load_dummy(saved, seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gptneox", "mixtral", "opt"])
+def test_dummy_weights_serve_every_kind_of_decoder(case: str, tmp_path: Path) -> None:
+    make_reference(case).save_pretrained(tmp_path)
+    logits = some_logits(load_dummy(tmp_path, dtype=torch.bfloat16))
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+
+
+def test_the_rotary_tables_end_at_the_contexts_that_are_served(saved: Path) -> None:
+    bounded = load_saved(saved, max_positions=6)
+    assert torch.equal(some_logits(bounded), some_logits(load_saved(saved)))
+    assert bounded.spec.max_position_embeddings == 128
+
+
+def test_a_missing_tensor_is_named(saved: Path) -> None:
+    change_tensors(saved, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load_saved(saved)
+
+
+def test_a_tensor_without_a_place_is_named(saved: Path) -> None:
+    change_tensors(saved, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    with pytest.raises(ConfigError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_saved(saved)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(saved: Path) -> None:
+    change_config(saved, intermediate_size=81)
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight has shape \(80, 48\).*\(81, 48\)"):
+        load_saved(saved)
+
+
+def test_integer_weights_are_refused(saved: Path) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.mlp.down_proj.weight"
+        tensors[name] = tensors[name].to(torch.int8)
+
+    change_tensors(saved, quantize)
+    with pytest.raises(ConfigError, match=r"down_proj\.weight is torch\.int8"):
+        load_saved(saved)
+
+
+def test_a_quantized_checkpoint_is_refused_with_its_method(saved: Path) -> None:
+    change_config(saved, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ConfigError, match=r"quantized \(awq\)"):
+        load_saved(saved)
+
+
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(saved: Path) -> None:
+    change_config(saved, architectures=["MambaForCausalLM"])
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*native: .*LlamaForCausalLM"):
+        load_saved(saved)
+    assert "Gemma3ForCausalLM" in native_architectures()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architectures": []}, "no architecture"),
+        ({"hidden_size": None}, "'hidden_size'"),
+        ({"hidden_act": "mish"}, "'mish'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'"),
+    ],
+)
+def test_a_config_that_cannot_be_served_says_why(saved: Path, options: dict[str, Any], message: str) -> None:
+    change_config(saved, **options)
+    with pytest.raises(ConfigError, match=message):
+        load_saved(saved)
