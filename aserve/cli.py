@@ -1,4 +1,4 @@
-"""The `aserve` command: serve, generate, models, bench. Importing it loads no torch, so `aserve --help` is quick.
+"""The `aserve` command: serve, generate, models, bench, simulate. Importing it loads no torch: `--help` is quick.
 
 A subcommand is one function that adds its parser and sets `run`; `SUBCOMMANDS` lists them. Engine flags are made from
 EngineConfig's fields, so that an option is written once. The only importer of routes.
@@ -21,6 +21,7 @@ from typing import Any, Literal
 from aserve import bench
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, ConfigError
+from aserve.simulation.command import add_simulate
 
 Add = Callable[["argparse._SubParsersAction[argparse.ArgumentParser]"], None]
 
@@ -290,4 +291,4 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add(commands, add_engine_flags, engine_config)
 
 
-SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench]
+SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench, add_simulate]
