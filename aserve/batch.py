@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator
 
 from aserve.block_manager import BlockManager
 from aserve.plan import BlockDelta, Chunk
@@ -33,6 +34,7 @@ class Batch:
         self._free_slots = list(range(max_num_seqs))
         self._running: list[tuple[Rank, Request]] = []
         self.groups: dict[Request, list[Seat]] = {}
+        self.num_by_tenant: Counter[str] = Counter()  # seats
         self.seats: dict[Sequence, Seat] = {}
         self.prefilling: dict[Seat, None] = {}
         self._computing: dict[bytes, None] = {}  # names of blocks that chunks in flight fill
@@ -56,6 +58,7 @@ class Batch:
         """The request runs, one seat per unfinished sequence."""
         insort(self._running, (rank_of(request), request))
         self.groups[request] = seats
+        self.num_by_tenant[request.tenant] += len(seats)
         for seat in seats:
             self.seats[seat.sequence] = seat
 
@@ -73,15 +76,41 @@ class Batch:
             self._computing.pop(name, None)
         sequence.slot = None
         heapq.heappush(self._free_slots, seat.slot)
+        self.num_by_tenant[request.tenant] -= 1
+        if not self.num_by_tenant[request.tenant]:
+            del self.num_by_tenant[request.tenant]
         group = self.groups[request]
         group.remove(seat)
         if not group:
             del self.groups[request]
             del self._running[bisect_left(self._running, (rank_of(request), request))]
 
+    def newest_first(self) -> Iterator[Request]:
+        """Running requests, those of lowest priority and then the newest first, without the one that must progress."""
+        return (self._running[index][1] for index in range(len(self._running) - 1, 0, -1))
+
     def victim(self) -> Request:
-        """The running request to preempt next; with more than one running never the oldest of highest priority."""
-        return self._running[-1][1]
+        """The running request to preempt where memory is short: of those of lowest priority the newest, or the newest
+        of the tenant that the policy names. With more than one running never the oldest of highest priority."""
+        last = self._running[-1][1]
+        tenant = self._policy.loser(None, self.num_by_tenant)
+        for request in self.newest_first() if tenant is not None else ():
+            if request.priority != last.priority:
+                break
+            if request.tenant == tenant:
+                return request
+        return last
+
+    def loser(self, request: Request) -> str | None:
+        """The tenant that has to make room for the waiting request."""
+        return self._policy.loser(request, self.num_by_tenant)
+
+    @property
+    def num_due(self) -> int:
+        """Tokens that those who run could compute in one step."""
+        return len(self._decoding) + sum(
+            seat.sequence.num_tokens - seat.sequence.num_computed for seat in self.prefilling
+        )
 
     # decodes
 

@@ -1,4 +1,4 @@
-"""The `aserve` command: serve, generate, models, bench. Importing it loads no torch, so `aserve --help` is quick.
+"""The `aserve` command: serve, generate, models, bench, simulate. Importing it loads no torch: `--help` is quick.
 
 A subcommand is one function that adds its parser and sets `run`; `SUBCOMMANDS` lists them. Engine flags are made from
 EngineConfig's fields, so that an option is written once. The only importer of routes.
@@ -21,6 +21,7 @@ from typing import Any, Literal
 from aserve import bench
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, ConfigError
+from aserve.simulation.command import add_simulate
 
 Add = Callable[["argparse._SubParsersAction[argparse.ArgumentParser]"], None]
 
@@ -264,7 +265,8 @@ def _models(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from aserve.models.cache import default_cache_dir
-    from aserve.models.loader import supported_architectures
+    from aserve.models.families import FAMILIES
+    from aserve.models.gpt_families import GPT_FAMILIES
 
     console = Console()
     forms = Table("MODEL", "what it is", title="What aserve serves", title_justify="left")
@@ -273,7 +275,7 @@ def _models(args: argparse.Namespace) -> int:
     forms.add_row("FILE.gguf", "converted once, then cached")
     forms.add_row("owner/name", "a hub id, where the network allows")
     console.print(forms)
-    console.print("Architectures:", ", ".join(supported_architectures()), highlight=False)
+    console.print("Architectures:", ", ".join(sorted({*FAMILIES, *GPT_FAMILIES})), highlight=False)
     cached = Table("directory", "type", "GB", title=f"Converted models in {default_cache_dir()}", title_justify="left")
     for config in sorted(default_cache_dir().glob("*/config.json")):
         size = sum(file.stat().st_size for file in config.parent.iterdir()) / 1e9
@@ -289,4 +291,4 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add(commands, add_engine_flags, engine_config)
 
 
-SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench]
+SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench, add_simulate]

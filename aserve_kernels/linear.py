@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aserve_kernels.huge_pages import use_huge_pages
+
 _PACK_ROWS = 64  # the batch size that oneDNN chooses the layout for; measured good from 1 to 512 rows
 
 
@@ -32,6 +34,7 @@ class PackedLinear:
             self._linear = linear
         if weight.device.type == "cpu" and _packs(weight.dtype):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+            use_huge_pages(torch.ops.mkldnn.data_ptr(self.packed), torch.ops.mkldnn._nbytes(self.packed))
             self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:

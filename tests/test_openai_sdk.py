@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_routes_server import Process, server
+from tests.process import Process, server
 
 openai = pytest.importorskip("openai")
 CHAT = [{"role": "user", "content": "hi<eos>"}]

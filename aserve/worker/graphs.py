@@ -75,6 +75,16 @@ class StepGraphs:
         self._words = {decode: torch.zeros(words, dtype=torch.int64, device=state.device) for decode in (True, False)}
         self._uploaded: tuple[tuple[int, ...], Bucket] | None = None  # what the decode buffer holds
 
+    def warm(self) -> None:
+        """Compiles what decode steps need and captures the largest, so that smaller ones fit in its memory."""
+        for options in (DrawOptions(), DrawOptions(all_greedy=False)):
+            bucket = Bucket(self._max_rows, self._max_rows, True, options)
+            words = self._words[True]
+            self._upload(words, _pack_decodes((), bucket, self._state.padding_slot))
+            rows = _views(words, bucket)
+            self._step(rows, bucket)
+            self._captured[bucket] = self._capture(rows, bucket)
+
     def takes(self, plan: StepPlan) -> bool:
         """True where the plan's shape has a bucket. Options that need the sampler's extras are the runner's to see."""
         num_draws = len(plan.decodes) + sum(len(chunk.draws) for chunk in plan.chunks)

@@ -249,7 +249,7 @@ class ModelRunner:
             return None
         from aserve.worker.graphs import StepGraphs  # needs Triton
 
-        return StepGraphs(
+        graphs = StepGraphs(
             self.model,
             self.kernels,
             self.pools.caches,
@@ -257,6 +257,9 @@ class ModelRunner:
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=max_model_len,
         )
+        if self.device.type == "cuda":
+            graphs.warm()
+        return graphs
 
     def _output_index(self, plan: StepPlan) -> list[int]:
         """Host's copy of the index of the output token each draw makes."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from aserve_kernels.triton.launch import begin, overlapped
 
-MAX_TOKENS = 16
+MAX_TOKENS = 8  # the library's GEMM is as quick from here on
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _matrix_kernel(
     )
 
 
-def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool, **tile: int) -> Tensor:
+def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool | int, **tile: int) -> Tensor:
     """x [T, K] times weight [N, K] transposed, for T <= MAX_TOKENS, by either kernel with the given tile."""
     num_tokens, size = x.shape
     num_outputs = weight.shape[0]
@@ -122,7 +122,7 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool
         num_tokens,
         num_outputs,
         K=size,
-        BLOCK_T=triton.next_power_of_2(num_tokens) if vector else (8 if num_tokens <= 8 else 16),
+        BLOCK_T=triton.next_power_of_2(num_tokens) if vector else MAX_TOKENS,
         BIAS=bias is not None,
         **tile,
         **overlapped(x.device),
@@ -131,15 +131,19 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] -> [..., N]: our kernels where they read the weight quicker than the library's GEMM does."""
+    """x [..., K] -> [..., N]: our kernels for up to MAX_TOKENS tokens, the library's GEMM otherwise."""
     if x.dim() != 2 or x.dtype == torch.float32 or not 0 < x.shape[0] <= MAX_TOKENS or not weight.is_contiguous():
         return functional.linear(x, weight, bias)
-    num_tokens, num_outputs, size = x.shape[0], weight.shape[0], weight.shape[1]
+    return small_linear(x, weight, bias, **_tile(x.shape[0], *weight.shape))
+
+
+def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
+    """The quickest kernel and tile of those tried on an H200 (docs/benchmarks/cuda_kernels.json)."""
     if num_tokens == 1:
-        tile = dict(BLOCK_N=2 if num_outputs <= 1024 else 4, BLOCK_K=2048 if size > 1024 else 512)
-        return small_linear(x, weight, bias, vector=True, **tile, num_warps=4)
-    if num_outputs <= 1024:
-        return small_linear(x, weight, bias, vector=False, BLOCK_N=16, BLOCK_K=128, num_stages=6, num_warps=4)
-    if num_outputs * size <= 1 << 24 or num_outputs > 65536 or size > 8192:
-        return small_linear(x, weight, bias, vector=False, BLOCK_N=64, BLOCK_K=256, num_stages=6, num_warps=4)
-    return functional.linear(x, weight, bias)
+        block_n = 2 if num_outputs <= 1024 else 4
+        return dict(vector=True, BLOCK_N=block_n, BLOCK_K=2048 if size > 1024 else 512, num_warps=4, num_stages=3)
+    if num_tokens <= 4 and num_outputs <= 1024:
+        return dict(vector=True, BLOCK_N=4, BLOCK_K=1024, num_warps=4, num_stages=3)
+    if num_outputs <= 4096 and size > 1024:
+        return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4)
+    return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)

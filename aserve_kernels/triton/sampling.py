@@ -44,6 +44,11 @@ def _from_ordered(key):
 
 
 @triton.jit
+def _load(logits_ptr, at, V: tl.constexpr):
+    return tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def _threshold_kernel(
     threshold_ptr,
     logits_ptr,
@@ -56,9 +61,11 @@ def _threshold_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
+    SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Bounds are keys >> SHIFT, since a narrow type's low bits are zero; each pass over the row tries three pivots."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -70,72 +77,98 @@ def _threshold_kernel(
 
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
-        x = tl.load(logits_ptr + start + column, mask=start + column < V, other=float("-inf")).to(tl.float32)
-        best = tl.maximum(best, x / temperature)
+        best = tl.maximum(best, _load(logits_ptr, start + column, V))
     best = tl.max(best, axis=0)
-    top = _ordered(best)
-    floor = LOWEST + 0 * top
+    top = (_ordered(best) >> SHIFT).to(tl.int64)
+    floor = (LOWEST >> SHIFT) + 0 * top
 
     if TOP_K:
         k = tl.load(top_k_ptr + row)
         if k < V:
-            # largest key with at least k logits at or above it: the k-th largest logit, its ties kept
+            # the largest key with at least k logits at or above it: the k-th largest logit, its ties kept
             low = floor
             high = top
             while low < high:
-                middle = high - ((high - low).to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
-                pivot = _from_ordered(middle)
-                count = tl.zeros([BLOCK], tl.int32)
+                step = (high - low + 3) // 4
+                one = low + step
+                two = tl.minimum(low + 2 * step, high)
+                three = tl.minimum(low + 3 * step, high)
+                first = _from_ordered((one << SHIFT).to(tl.int32))
+                second = _from_ordered((two << SHIFT).to(tl.int32))
+                third = _from_ordered((three << SHIFT).to(tl.int32))
+                counts = tl.zeros([BLOCK], tl.int32)
+                counts_two = tl.zeros([BLOCK], tl.int32)
+                counts_three = tl.zeros([BLOCK], tl.int32)
                 for start in range(0, V, BLOCK):
-                    inside = start + column < V
-                    x = tl.load(logits_ptr + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-                    count += (inside & (x / temperature >= pivot)).to(tl.int32)
-                if tl.sum(count, axis=0) >= k:
-                    low = middle
+                    x = _load(logits_ptr, start + column, V)
+                    counts += (x >= first).to(tl.int32)
+                    counts_two += (x >= second).to(tl.int32)
+                    counts_three += (x >= third).to(tl.int32)
+                if tl.sum(counts, axis=0) < k:
+                    high = one - 1
+                elif tl.sum(counts_two, axis=0) < k:
+                    low = one
+                    high = two - 1
+                elif tl.sum(counts_three, axis=0) < k:
+                    low = two
+                    high = three - 1
                 else:
-                    high = middle - 1
+                    low = three
             floor = low
 
     if TOP_P:
         p = tl.load(top_p_ptr + row)
         if p < 1.0:
+            # the smallest key with less than p of the mass above it: a token is kept if those before it do not reach p
+            kept = _from_ordered((floor << SHIFT).to(tl.int32))
             mass = tl.zeros([BLOCK], tl.float32)
-            threshold = _from_ordered(floor)
             for start in range(0, V, BLOCK):
-                x = tl.load(logits_ptr + start + column, mask=start + column < V, other=float("-inf")).to(tl.float32)
-                x = x / temperature
-                mass += tl.where(x >= threshold, tl.exp(x - best), 0.0)
+                x = _load(logits_ptr, start + column, V)
+                mass += tl.where(x >= kept, tl.exp((x - best) / temperature), 0.0)
             limit = p * tl.sum(mass, axis=0)
-            # smallest key with less than p of the mass above it: a token is kept if those before it do not reach p
             low = floor
             high = top
             while low < high:
-                middle = low + ((high - low).to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
-                pivot = _from_ordered(middle)
+                step = (high - low + 3) // 4
+                one = high - step
+                two = tl.maximum(high - 2 * step, low)
+                three = tl.maximum(high - 3 * step, low)
+                first = _from_ordered((one << SHIFT).to(tl.int32))
+                second = _from_ordered((two << SHIFT).to(tl.int32))
+                third = _from_ordered((three << SHIFT).to(tl.int32))
                 mass = tl.zeros([BLOCK], tl.float32)
+                mass_two = tl.zeros([BLOCK], tl.float32)
+                mass_three = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, V, BLOCK):
-                    inside = start + column < V
-                    x = tl.load(logits_ptr + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-                    x = x / temperature
-                    mass += tl.where(x > pivot, tl.exp(x - best), 0.0)
-                if tl.sum(mass, axis=0) < limit:
-                    high = middle
+                    x = _load(logits_ptr, start + column, V)
+                    weight = tl.exp((x - best) / temperature)
+                    mass += tl.where(x > first, weight, 0.0)
+                    mass_two += tl.where(x > second, weight, 0.0)
+                    mass_three += tl.where(x > third, weight, 0.0)
+                if tl.sum(mass, axis=0) >= limit:
+                    low = one + 1
+                elif tl.sum(mass_two, axis=0) >= limit:
+                    high = one
+                    low = two + 1
+                elif tl.sum(mass_three, axis=0) >= limit:
+                    high = two
+                    low = three + 1
                 else:
-                    low = middle + 1
+                    high = three
             floor = low
 
-    threshold = _from_ordered(floor)
+    threshold = _from_ordered((floor << SHIFT).to(tl.int32))
     if MIN_P:
         m = tl.load(min_p_ptr + row)
         if m > 0.0:
-            threshold = tl.maximum(threshold, best + tl.log(m))
+            threshold = tl.maximum(threshold, best + temperature * tl.log(m))
     tl.store(threshold_ptr + row, threshold)
 
 
 @triton.jit
 def _gumbel(word):
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
-    return -_log(-_log(u))
+    return -tl.log(-_log(u))
 
 
 @triton.jit
@@ -186,18 +219,17 @@ def _draw_kernel(
         words = tl.random.philox_impl(quad.to(tl.uint32), index, choice, zero, low, high)
         for lane in tl.static_range(4):
             token = quad * 4 + lane
-            x = tl.load(logits_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32) / temperature
+            x = _load(logits_ptr, token, V)
             if THRESHOLD:
                 x = tl.where(x >= tl.load(threshold_ptr + row), x, float("-inf"))
-            value, chosen = _best_of(x + _gumbel(words[lane]), token)
+            value, chosen = _best_of(x / temperature + _gumbel(words[lane]), token)
             better = (value > best) | ((value == best) & (chosen < best_token))
             best_token = tl.where(better, chosen, best_token)
             best = tl.where(better, value, best)
     else:
         for lane in tl.static_range(4):
             token = part * QUADS * 4 + lane * QUADS + tl.arange(0, QUADS)
-            x = tl.load(logits_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
-            value, chosen = _best_of(x, token)
+            value, chosen = _best_of(_load(logits_ptr, token, V), token)
             better = (value > best) | ((value == best) & (chosen < best_token))
             best_token = tl.where(better, chosen, best_token)
             best = tl.where(better, value, best)
@@ -216,7 +248,7 @@ def _draw_kernel(
 
 
 def _thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """float32 [S]: the smallest logit / temperature that top-k, top-p and min-p keep."""
+    """float32 [S]: the smallest logit that top-k, top-p and min-p keep."""
     threshold = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     _threshold_kernel[(logits.shape[0],)](
         threshold,
@@ -230,8 +262,9 @@ def _thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:
         TOP_K=rows.top_k is not None,
         TOP_P=rows.top_p is not None,
         MIN_P=rows.min_p is not None,
+        SHIFT={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0),
         BLOCK=min(8192, triton.next_power_of_2(logits.shape[1])),
-        num_warps=16,
+        num_warps=32 if logits.shape[1] > 4096 else 8,
         **overlapped(logits.device),
     )
     return threshold

@@ -39,6 +39,7 @@ class PushedEngine:
 
     def __init__(self) -> None:
         self.boxes: list[Mailbox] = []
+        self.opened = asyncio.Semaphore(0)
 
     def check(self) -> None:
         return
@@ -50,6 +51,7 @@ class PushedEngine:
         box = Mailbox(asyncio.get_running_loop(), lambda request: None)
         box.request = Request(len(self.boxes), "0" * 32, (1,), params, 0, 1, 0.0)
         self.boxes.append(box)
+        self.opened.release()
         return Stream(box, key=os.urandom(16).hex(), n=1)
 
     def push(self, text: str, last: bool) -> None:
@@ -63,7 +65,7 @@ class Floor:
     def __init__(self, event: bytes, tokens: int) -> None:
         self.event = event
         self.tokens = tokens
-        self.boxes: list[None] = []
+        self.opened = asyncio.Semaphore(0)
         self.step: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -71,7 +73,7 @@ class Floor:
             return
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        self.boxes.append(None)
+        self.opened.release()
         message = {"type": "http.response.body", "body": self.event, "more_body": True}
         for _ in range(self.tokens):
             if self.step is None:
@@ -112,8 +114,8 @@ async def measure(app: Any, source: Any, streams: int, tokens: int, batch: int) 
             target=read_all, args=(listener.getsockname()[1], streams), daemon=True
         )
         clients.start()
-        while len(source.boxes) < streams:
-            await asyncio.sleep(0.01)
+        for _ in range(streams):
+            await source.opened.acquire()
         await asyncio.sleep(0.1)
         began = time.process_time()
         for step in range(1, tokens + 1):

@@ -57,7 +57,9 @@ def pools(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.d
     return key, value
 
 
-def make_meta(query_lens: list[int], seq_lens: list[int], block_size: int, max_seq_len: int | None = None) -> AttentionMeta:
+def make_meta(
+    query_lens: list[int], seq_lens: list[int], block_size: int, max_seq_len: int | None = None
+) -> AttentionMeta:
     """Rows with scattered pages; entries past a row's pages point far outside the pool."""
     longest = max(seq_lens)
     max_blocks = -(-max(longest, max_seq_len or 0) // block_size) + 1
@@ -197,16 +199,17 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [61, 5000])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_draws_equal_the_twins(triton_ops, torch_ops, vocab, options):
+def test_draws_equal_the_twins(triton_ops, torch_ops, vocab, options, dtype):
     types = dict(top_k=torch.int64, top_p=torch.float32, min_p=torch.float32)
     given = {name: torch.tensor(values, dtype=types[name], device=DEVICE) for name, values in options.items()}
     if "top_k" in given:
         given["top_k"].clamp_(max=vocab)
     temperature = torch.tensor([1.0, 0.7, 0.0, 2.0, 0.1], device=DEVICE)
     for _ in range(1 if DEVICE == "cpu" else 20):
-        logits = randn(5, vocab, scale=2.0)
+        logits = randn(5, vocab, scale=2.0, dtype=dtype)
         rows = sampling_rows(5, temperature=temperature, **given)
         assert torch.equal(triton_ops.sample(logits, rows), torch_ops.sample(logits, rows))
 
@@ -238,9 +241,7 @@ def test_uniforms_are_the_documented_philox(triton_ops):
     rows = sampling_rows(6)
     tokens = triton_ops.sample(torch.zeros(6, vocab, device=DEVICE), rows)
     quad = torch.arange(vocab // 4, device=DEVICE)
-    words = philox_uniform(
-        rows.seeds[:, None], quad[None, :], rows.output_index[:, None], rows.choices[:, None]
-    )
+    words = philox_uniform(rows.seeds[:, None], quad[None, :], rows.output_index[:, None], rows.choices[:, None])
     uniform = torch.stack(words, dim=-1).reshape(6, vocab)
     assert torch.equal(tokens, uniform.argmax(dim=1))
 
@@ -283,15 +284,16 @@ def test_flash_attention_equals_its_twin(torch_ops, dtype, rows, heads, kv_heads
 
 @pytest.mark.parametrize("dtype", [torch.float32] if DEVICE == "cpu" else [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("outputs", "size"), [(300, 256), (1024, 3000), (5000, 1024)])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9])
 @pytest.mark.parametrize(("with_bias", "vector"), [(False, False), (True, False), (False, True), (True, True)])
 def test_small_linear_equals_the_librarys(dtype, outputs, size, num_tokens, with_bias, vector):
-    from aserve_kernels.triton.linear import linear, small_linear
+    from aserve_kernels.triton.linear import MAX_TOKENS, linear, small_linear
 
     x, weight = randn(num_tokens, size, dtype=dtype), randn(outputs, size, dtype=dtype, scale=size**-0.5)
     bias = randn(outputs, dtype=dtype) if with_bias else None
     wide_bias = None if bias is None else bias.float()
     wanted = torch.nn.functional.linear(x.float(), weight.float(), wide_bias)
     tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
-    assert_near(small_linear(x, weight, bias, vector=vector, num_warps=4, num_stages=3, **tile), wanted, dtype)
+    if num_tokens <= MAX_TOKENS:
+        assert_near(small_linear(x, weight, bias, vector=vector, num_warps=4, num_stages=3, **tile), wanted, dtype)
     assert_near(linear(x, weight, bias), wanted, dtype)
