@@ -72,13 +72,9 @@ class Scheduler:
     @classmethod
     def create(cls, config: EngineConfig, info: WorkerInfo) -> Self:
         """The scheduler of an engine whose worker has started. Raises ConfigError for a policy that does not load."""
+        caching = config.enable_prefix_caching
         return cls(
-            blocks=BlockManager(
-                info.num_gpu_blocks,
-                info.num_cpu_blocks,
-                info.block_size,
-                prefix_caching=config.enable_prefix_caching,
-            ),
+            blocks=BlockManager(info.num_gpu_blocks, info.num_cpu_blocks, info.block_size, prefix_caching=caching),
             policy=load_policy(config.policy),
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
