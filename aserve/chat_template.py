@@ -27,12 +27,17 @@ BUILTIN: Mapping[str, str] = {
     "plain": (
         "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: "
         "{% if message.content is string %}{{ message.content | trim }}{% else %}"
-        "{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}\n\n"
-        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+        "{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}"
+        "{{ '\\n\\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
     ),
     "chatml": (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+        "{{ message.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
     "gemma": (
         "{{ bos_token }}{% for message in messages %}<start_of_turn>"
@@ -40,7 +45,7 @@ BUILTIN: Mapping[str, str] = {
         "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
 }
-_CONTINUE = "\x02continue here\x03"  # marks where the final message ends in the rendered text
+_MARK = "CONTINUE-5c1e7d0a THE FINAL MESSAGE "  # stands where it ends; its last space shows whether templates trim
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -136,23 +141,23 @@ def _mark_final(message: dict[str, Any]) -> str:
     """Appends the mark to the message's last text and returns that text."""
     content = message.get("content")
     if isinstance(content, str):
-        message["content"] = content + _CONTINUE
+        message["content"] = content + _MARK
         return content
     for part in reversed(content or []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             text: str = part["text"]
-            part["text"] = text + _CONTINUE
+            part["text"] = text + _MARK
             return text
     raise InvalidRequestError("continue_final_message needs text in the last message", param="messages")
 
 
 def _cut_at_mark(text: str, final: str) -> str:
-    at = text.rfind(_CONTINUE)
+    at = text.rfind(_MARK.rstrip())
     if at < 0 or final.strip() not in text:
         raise InvalidRequestError(
             "the chat template changes the last message, so it cannot be continued", param="continue_final_message"
         )
-    return text[:at]
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
 @functools.lru_cache(maxsize=32)

@@ -6,7 +6,7 @@ For programs elsewhere on the network; a program that holds an Engine needs no c
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -55,19 +55,21 @@ class Client:
             raise _error(response.status_code, response.content)
         return [str(entry["id"]) for entry in response.json()["data"]]
 
-    def complete(self, prompt: str | Items[int], *, model: str | None = None, **options: Any) -> AsyncIterator[Delta]:
+    def complete(
+        self, prompt: str | Items[int], *, model: str | None = None, **options: Any
+    ) -> AsyncGenerator[Delta, None]:
         """Streams a completion. Options are the fields of POST /v1/completions."""
         return self._stream("/v1/completions", {"prompt": prompt}, model, options)
 
     def chat(
         self, messages: Items[Mapping[str, Any]], *, model: str | None = None, **options: Any
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Streams the next message. Options are the fields of POST /v1/chat/completions."""
         return self._stream("/v1/chat/completions", {"messages": messages}, model, options)
 
     async def _stream(
         self, path: str, body: dict[str, Any], model: str | None, options: Mapping[str, Any]
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         body = {**options, **body, "stream": True, "model": model or (await self.models())[0]}
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != 200:

@@ -17,29 +17,25 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
-
-import anyio
-import anyio.to_thread
+from typing import Any, Self, TypedDict, Unpack
 
 from aserve import loading
 from aserve.admission import Limits, admit
 from aserve.chat_template import Message
 from aserve.config import EngineConfig
+from aserve.detokenizer import Detokenizer
 from aserve.errors import AserveError, InvalidRequestError, OverloadedError
 from aserve.executors import Executor
 from aserve.metrics import Metrics
 from aserve.output import Output
 from aserve.pipeline import Pipeline, dead_error
 from aserve.plan import WorkerInfo
+from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams, Sequence
 from aserve.scheduler import Scheduler
 from aserve.stream import Mailbox, Stream
 from aserve.tokenizer import Tokenizer
 
-T = TypeVar("T")
-Prompt = str | Items[int]
-_OFF_LOOP_THREADS = 2
 _STOP_SECONDS = 10.0  # how long a step may still take once the streams are ended; then its thread is left behind
 _DEAD_STOP_SECONDS = 1.0
 
@@ -113,21 +109,27 @@ class Engine:
     # lifecycle
 
     async def start(self) -> None:
-        """Loads the model and serves. Raises ConfigError or the loader's error; then nothing is left running."""
+        """Loads the model and serves.
+
+        Raises ConfigError, the loader's error, or OverloadedError where `stop` came first; then nothing is left
+        running.
+        """
         if self._started:
             raise RuntimeError("an engine starts once; make another")
         self._started = True
         self._loop = asyncio.get_running_loop()
-        self._off_loop_limit = anyio.CapacityLimiter(_OFF_LOOP_THREADS)
+        off_loop = OffLoop()
         if self._executor is None:
-            self._model = await self._off_loop(partial(loading.find, self.config))
-            self._executor = await self._off_loop(partial(loading.make_executor, self._model, self.config))
+            self._model = await off_loop(partial(loading.find, self.config))
+            self._executor = await off_loop(partial(loading.make_executor, self._model, self.config))
         executor = self._executor
         worker = self._loop.create_task(executor.start())
         try:
             if self._model.files is not None and self.tokenizer is None:
-                self.tokenizer = await self._off_loop(partial(loading.load_tokenizer, self._model, self.config))
+                self.tokenizer = await off_loop(partial(loading.load_tokenizer, self._model, self.config))
             self.info = await worker
+            if self.draining:
+                raise OverloadedError("the engine was stopped while it started")
             self._limits = Limits.create(self.config, self.info)
             self._scheduler = Scheduler.create(self.config, self.info)
         except BaseException:
@@ -136,6 +138,7 @@ class Engine:
             if not worker.cancelled() and worker.exception() is None:
                 await executor.stop()
             raise
+        self._prompts = PromptEncoder(self.tokenizer, self.info.max_model_len, off_loop)
         self._pipeline = Pipeline(
             self._scheduler,
             executor,
@@ -242,7 +245,7 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """A stream that submits at first use; a refusal is raised there. Dropping it cancels."""
-        return self._stream(partial(self._encode, prompt, add_special_tokens), params, options)
+        return self._stream(lambda: self._prompts.encode(prompt, add_special_tokens), params, options)
 
     async def submit(
         self,
@@ -276,8 +279,9 @@ class Engine:
         self, messages: Items[Message], params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Stream:
         """`generate` of a conversation, written out by the model's chat template."""
-        rest: RequestOptions = {name: value for name, value in options.items() if name not in _CHAT_ONLY}  # type: ignore[assignment]
-        return self._stream(partial(self._encode_chat, messages, options), params, rest)
+        chat: dict[str, Any] = {name: value for name, value in options.items() if name in _CHAT_ONLY}
+        rest: Any = {name: value for name, value in options.items() if name not in _CHAT_ONLY}
+        return self._stream(lambda: self._prompts.encode_chat(messages, **chat), params, rest)
 
     async def submit_chat(
         self, messages: Items[Message], params: SamplingParams | None = None, **options: Unpack[ChatOptions]
@@ -290,27 +294,28 @@ class Engine:
     def _stream(
         self, encode: Callable[[], Awaitable[Items[int]]], params: SamplingParams | None, options: RequestOptions
     ) -> Stream:
-        self.check()
-        params = params or SamplingParams(**self._model.sampling)
-        box = Mailbox(self._loop, self._cancel)
+        box = Mailbox(asyncio.get_running_loop(), self._cancel)
         key = secrets.token_hex(16)
         opener = partial(self._open, box, key, encode, params, options)
-        return Stream(box, key=key, label=options.get("label"), n=params.n, open=opener)
+        return Stream(box, key=key, label=options.get("label"), n=params.n if params else 1, open=opener)
 
     async def _open(
         self,
         box: Mailbox,
         key: str,
         encode: Callable[[], Awaitable[Items[int]]],
-        params: SamplingParams,
+        params: SamplingParams | None,
         options: RequestOptions,
     ) -> None:
         """Encodes, admits, hands over to the loop. No await follows admission, so nothing can be lost after it."""
         try:
             self.check()
+            if asyncio.get_running_loop() is not self._loop:
+                raise RuntimeError("this engine runs on another event loop")
+            arrival = self._loop.time()
             prompt = await encode()
             self.check()
-            request = self._admit(key, prompt, params, options)
+            request = self._admit(key, prompt, params or SamplingParams(**self._model.sampling), options, arrival)
         except AserveError:
             self.metrics.num_refused += 1
             raise
@@ -321,10 +326,14 @@ class Engine:
         assert self._pipeline is not None
         self._pipeline.add(request, outputs)
 
-    def _admit(self, key: str, prompt: Items[int], params: SamplingParams, options: RequestOptions) -> Request:
-        now = self._loop.time()
-        if set(map(type, prompt)) - {int}:
-            raise InvalidRequestError("a prompt of token ids must hold integers only", param="prompt")
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.detokenizer(request.prompt, request.params.skip_special_tokens)
+
+    def _admit(
+        self, key: str, prompt: Items[int], params: SamplingParams, options: RequestOptions, arrival: float
+    ) -> Request:
         max_tokens = admit(prompt, params, self._limits, num_waiting=self._scheduler.num_waiting)
         request = Request(
             id=next(self._ids),
@@ -333,10 +342,10 @@ class Engine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
             max_tokens=max_tokens,
-            arrival=now,
+            arrival=arrival,
             end_token_ids=() if params.ignore_eos else self.end_token_ids,
-            deadline=_deadline(now, options.get("timeout"), "timeout"),
-            first_token_deadline=_deadline(now, options.get("ttft_timeout"), "ttft_timeout"),
+            deadline=_deadline(arrival, options.get("timeout"), "timeout"),
+            first_token_deadline=_deadline(arrival, options.get("ttft_timeout"), "ttft_timeout"),
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
             label=options.get("label"),
@@ -349,64 +358,13 @@ class Engine:
         if self._pipeline is not None:
             self._pipeline.cancel(request, "cancelled")
 
-    # text
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer: send token ids", param="prompt")
-        return self.tokenizer
-
-    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> Items[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        tokenizer = self._need_tokenizer()
-        encode = partial(tokenizer.encode, prompt, add_special_tokens, max_tokens=self.info.max_model_len)
-        return await self._off_loop(encode) if tokenizer.is_long(len(prompt)) else encode()
-
-    async def _encode_chat(self, messages: Items[Message], options: ChatOptions) -> Items[int]:
-        tokenizer = self._need_tokenizer()
-        template = options.get("chat_template")
-        continued = options.get("continue_final_message", False)
-
-        def encode() -> list[int]:
-            text = tokenizer.render_chat(
-                messages,
-                tools=options.get("tools"),
-                template=template,
-                add_generation_prompt=options.get("add_generation_prompt", not continued),
-                continue_final_message=continued,
-                variables=options.get("chat_template_kwargs"),
-            )
-            return tokenizer.encode(text, False, max_tokens=self.info.max_model_len)
-
-        size = _num_chars(messages) + _num_chars(options.get("tools"))
-        long = template is not None or tokenizer.is_long(size)  # a template of the caller's must be compiled
-        return await self._off_loop(encode) if long else encode()
-
-    def _detokenizer(self, request: Request) -> Any:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.detokenizer(request.prompt, request.params.skip_special_tokens)
-
-    async def _off_loop(self, call: Callable[[], T]) -> T:
-        return await anyio.to_thread.run_sync(call, limiter=self._off_loop_limit, abandon_on_cancel=True)
-
 
 _CHAT_ONLY = frozenset(ChatOptions.__annotations__) - frozenset(RequestOptions.__annotations__)
 
 
-def _deadline(now: float, timeout: float | None, name: str) -> float | None:
+def _deadline(arrival: float, timeout: float | None, name: str) -> float | None:
     if timeout is None:
         return None
     if math.isnan(timeout):
         raise InvalidRequestError(f"{name} must be a number of seconds", param=name)
-    return now + timeout
-
-
-def _num_chars(value: Any) -> int:
-    """About how much text is in messages or tools."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_chars, value.values()))
-    return sum(map(_num_chars, value)) if isinstance(value, (list, tuple)) else 8
+    return arrival + timeout

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from aserve.config import EngineConfig
-from aserve.engine import Engine, Prompt
+from aserve.engine import Engine
+from aserve.prompts import Prompt
 from aserve.request import Completion, SamplingParams
 from aserve.stream import Stream
 

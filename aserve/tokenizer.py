@@ -75,11 +75,13 @@ class Tokenizer:
             if least > max_tokens:
                 raise _too_long(least, max_tokens, exact=False)
         try:
-            return self._backend.encode(text, add_special_tokens, max_tokens)
+            if not text.isascii():
+                text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 f"the text is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
             ) from None
+        return self._backend.encode(text, add_special_tokens, max_tokens)
 
     @staticmethod
     def is_long(num_chars: int) -> bool:
@@ -192,7 +194,6 @@ class _Slow:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
-        text.encode("utf-8")  # a lone surrogate raises here, not somewhere inside
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if limit is not None and len(ids) > limit:
             raise _too_long(len(ids), limit, exact=True)
@@ -259,11 +260,13 @@ def from_backend(
     eos_token_ids: Iterable[int] = (),
     chat_templates: str | Items[Mapping[str, str]] | None = None,
 ) -> Tokenizer:
-    """A tokenizers.Tokenizer, with the `options` of a tokenizer_config.json. It is changed in place."""
+    """A tokenizers.Tokenizer, with the `options` of a tokenizer_config.json. It is changed in place.
+
+    Which special tokens encoding adds is tokenizer.json's word alone (add_bos_token is ignored), as in transformers.
+    """
     options = options or {}
     specials = {name: text for name in _SPECIALS if (text := _token_text(options.get(name))) is not None}
     _declare_special(tokenizer, specials)
-    _set_post_processor(tokenizer, options, specials)
     eos, bos = (
         tokenizer.token_to_id(specials[name]) if name in specials else None for name in ("eos_token", "bos_token")
     )
@@ -338,20 +341,6 @@ def _declare_special(tokenizer: Any, specials: Mapping[str, str]) -> None:
     forgotten = [text for text in specials.values() if text not in known and tokenizer.token_to_id(text) is not None]
     if forgotten:
         tokenizer.add_special_tokens(forgotten)
-
-
-def _set_post_processor(tokenizer: Any, options: Mapping[str, Any], specials: Mapping[str, str]) -> None:
-    """add_bos_token and add_eos_token, where given, decide over tokenizer.json, as in transformers."""
-    if "add_bos_token" not in options and "add_eos_token" not in options:
-        return
-    from tokenizers import processors
-
-    before = [specials["bos_token"]] if options.get("add_bos_token") and "bos_token" in specials else []
-    after = [specials["eos_token"]] if options.get("add_eos_token") and "eos_token" in specials else []
-    ids = [(text, tokenizer.token_to_id(text)) for text in before + after]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after], pair=[*before, "$A", "$B", *after], special_tokens=ids
-    )
 
 
 def _longest_token(tokenizer: Any) -> int | None:

@@ -15,6 +15,6 @@ from aserve_kernels.ops import AttentionMeta, Kernels, SamplingRows
 __all__ = ["AttentionMeta", "Kernels", "SamplingRows", "load"]
 
 
-def load(backend: Literal["torch", "triton"]) -> Kernels:
+def load(backend: Literal["torch", "triton", "flash"]) -> Kernels:
     """The kernels of a backend. Raises ImportError where its library is missing."""
     return cast(Kernels, importlib.import_module(f"aserve_kernels.{backend}_ops"))

@@ -31,6 +31,7 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 # case -> (configuration class, what it sets beyond the shape)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,12 +62,28 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2moe": (
+        "Qwen2MoeConfig",
+        _EXPERTS | {"num_experts": 5, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
+    "qwen3moe": ("Qwen3MoeConfig", _EXPERTS | {"head_dim": 16, "num_experts": 6, "mlp_only_layers": [1]}),
+    "qwen3moe-normalized": (
+        "Qwen3MoeConfig",
+        _EXPERTS | {"head_dim": 16, "num_experts": 6, "norm_topk_prob": True},
+    ),
     "gemma2": ("Gemma2Config", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3TextConfig", _GEMMA | {"sliding_window_pattern": 3}),
     "gemma3-linear": (
         "Gemma3TextConfig",
         _GEMMA | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
+    "opt": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "opt-untied": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48, "tie_word_embeddings": False}),
+    "gpt2": ("GPT2Config", {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 4}),
+    "gptneox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "gptneox-serial": ("GPTNeoXConfig", {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3-longrope": (
         "Phi3Config",
@@ -89,7 +106,12 @@ def make_reference(case: str) -> Any:
     config = getattr(transformers, class_name)(**(_SHAPE | options))
     config._attn_implementation = "eager"
     torch.manual_seed(20)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    return randomize(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def randomize(model: Any) -> Any:
+    """The model with weights large enough that greedy draws have gaps, float32, for inference."""
+    model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:

@@ -63,12 +63,14 @@ LAYERS = (
     _layer("executors", "executors.thread executors.ray", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "chat_template client engine grammar llm loading output pipeline stream tokenizer",
+        "chat_template client engine grammar llm loading output pipeline prompts stream tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),
     _layer("public", "aserve", "words pure async"),
-    _layer("program", "cli simulation.command __main__", "words pure models executor async public routes program"),
+    _layer(
+        "program", "cli simulation.command __main__ bench.*", "words pure models executor async public routes program"
+    ),
     _layer("routes", "routes.*", "public", frozenset({"torch", "transformers"})),
 )
 

@@ -7,6 +7,7 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn import functional
 
 from aserve.models import KVCache, ModelSpec
 from aserve.models.families import DecoderConfig, LayerConfig
+from aserve.models.mlp import GatedMLP
+from aserve.models.moe import MoE
 from aserve.models.rope import cos_sin_table
 from aserve.models.weights import Weights
 from aserve_kernels import AttentionMeta, Kernels
@@ -50,9 +53,9 @@ class Decoder:
             Layer(config, layer, tables[layer.rope], f"model.layers.{index}", weights, kernels)
             for index, layer in enumerate(config.layers)
         ]
-        self._norm = weights.norm("model.norm.weight", config.hidden_size) + config.norm_offset
+        self._norm = weights.norm("model.norm.weight", config.hidden_size, config.norm_offset)
         if config.tied:
-            head = weights.tied_head(table, self._embedding)
+            head = weights.tied_head(table, self._embedding, "lm_head.weight")
         else:
             head = weights.matrix(["lm_head.weight"], [config.vocab_size], config.hidden_size)
         self._head = PackedLinear(head)
@@ -81,7 +84,7 @@ class Decoder:
 
 
 class Layer:
-    """One block: attention and a gated MLP, each after a norm that the decoder applies."""
+    """One block: attention and an MLP or experts, each after a norm that the decoder applies."""
 
     def __init__(
         self,
@@ -106,14 +109,16 @@ class Layer:
             return PackedLinear(weight, added)
 
         def norm(name: str, size: int = hidden_size) -> Tensor:
-            return weights.norm(f"{prefix}.{name}.weight", size) + config.norm_offset
+            return weights.norm(f"{prefix}.{name}.weight", size, config.norm_offset)
 
         qkv_names = tuple(f"self_attn.{name}" for name in config.qkv_names)
-        gate_up_names = tuple(f"mlp.{name}" for name in config.gate_up_names)
         self._qkv = linear(qkv_names, [q_size, kv_size, kv_size], hidden_size, config.qkv_bias)
         self._output = linear(("self_attn.o_proj",), [hidden_size], q_size, config.output_bias)
-        self._gate_up = linear(gate_up_names, [config.intermediate_size] * 2, hidden_size, config.mlp_bias)
-        self._down = linear(("mlp.down_proj",), [hidden_size], config.intermediate_size, config.mlp_bias)
+        self._mlp: Callable[[Tensor], Tensor]
+        if config.experts is not None and layer.sparse:
+            self._mlp = MoE(config, config.experts, f"{prefix}.{config.experts.prefix}", weights, kernels)
+        else:
+            self._mlp = GatedMLP(config, f"{prefix}.mlp", config.intermediate_size, weights, kernels)
         self._q_norm = norm("self_attn.q_norm", head_dim) if config.qk_norm else None
         self._k_norm = norm("self_attn.k_norm", head_dim) if config.qk_norm else None
         self.input_norm = norm("input_layernorm")
@@ -148,9 +153,10 @@ class Layer:
 
     def mlp(self, hidden: Tensor) -> Tensor:
         """The MLP of normed hidden [T, H]; what to add to the residual."""
-        config, kernels = self._config, self._kernels
-        out = self._down(kernels.gated_mlp(self._gate_up(hidden), config.activation))
-        return kernels.rms_norm(out, self._post_mlp_norm, config.norm_eps) if config.post_norms else out
+        out = self._mlp(hidden)
+        if not self._config.post_norms:
+            return out
+        return self._kernels.rms_norm(out, self._post_mlp_norm, self._config.norm_eps)
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

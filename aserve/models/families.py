@@ -33,10 +33,24 @@ class RopeConfig(NamedTuple):
 
 
 class LayerConfig(NamedTuple):
-    """How one layer attends: over the last `window` positions, or all of them."""
+    """One layer: it attends over the last `window` positions or all of them; `sparse` puts experts for its MLP."""
 
     rope: RopeConfig
     window: int | None = None
+    sparse: bool = False
+
+
+class ExpertsConfig(NamedTuple):
+    """A sparse layer's experts. `normalize` makes the shares of the chosen sum to 1; `shared_size` 0: no shared one."""
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool
+    prefix: str = "mlp"
+    gate_up_names: tuple[str, str] = ("gate_proj", "up_proj")
+    down_name: str = "down_proj"
+    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +80,7 @@ class DecoderConfig:
     final_softcap: float | None = None
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """From config.json. Raises ConfigError for an architecture or an option of it that has no code here."""
-        return FAMILIES[architecture(config)](config)
+    experts: ExpertsConfig | None = None
 
 
 def architecture(config: Mapping[str, Any]) -> str:
@@ -96,7 +106,9 @@ def activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _rope(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any], default_theta: float) -> RopeConfig:
+def rope_config(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any] | None = None) -> RopeConfig:
+    """The rotary embedding of heads of `head_dim`: of config.json's section, or of another with its layout."""
+    params = _rope_params(config) if params is None else params
     kind = params.get("rope_type") or params.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     if kind not in _ROPE_KINDS:
@@ -110,7 +122,7 @@ def _rope(config: Mapping[str, Any], head_dim: int, params: Mapping[str, Any], d
         numbers["factor"] = positions / numbers["original_max_position_embeddings"]
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()}
     return RopeConfig(
-        theta=float(params.get("rope_theta") or config.get("rope_theta") or default_theta),
+        theta=float(params.get("rope_theta") or config.get("rope_theta") or 10_000.0),
         dim=int(head_dim * partial),
         kind=kind,
         scaling=() if kind == "default" else tuple(sorted(frozen.items())),
@@ -145,7 +157,7 @@ def _llama(
     """What all families share, with Llama's choices."""
     num_heads, hidden_size = required(config, "num_attention_heads"), required(config, "hidden_size")
     head_dim = config.get("head_dim") or head_dim or hidden_size // num_heads
-    rope = _rope(config, head_dim, _rope_params(config), 10000.0)
+    rope = rope_config(config, head_dim)
     bias = bool(config.get("attention_bias", False))
     num_layers = required(config, "num_hidden_layers")
     return DecoderConfig(
@@ -191,6 +203,48 @@ def _qwen3(config: Mapping[str, Any]) -> DecoderConfig:
     return replace(_llama(config, head_dim=128, windows=_qwen_windows(config)), qk_norm=True)
 
 
+def _mixtral(config: Mapping[str, Any]) -> DecoderConfig:
+    base = _mistral({"sliding_window": None} | dict(config))
+    experts = ExpertsConfig(
+        num_experts=required(config, "num_local_experts"),
+        per_token=config.get("num_experts_per_tok", 2),
+        intermediate_size=base.intermediate_size,
+        normalize=True,
+        prefix="block_sparse_moe",
+        gate_up_names=("w1", "w3"),
+        down_name="w2",
+    )
+    return replace(base, experts=experts, layers=tuple(layer._replace(sparse=True) for layer in base.layers))
+
+
+def _qwen_sparse(config: Mapping[str, Any], base: DecoderConfig, shared_size: int = 0) -> DecoderConfig:
+    num_experts = config.get("num_experts") or required(config, "num_local_experts")
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        per_token=required(config, "num_experts_per_tok"),
+        intermediate_size=required(config, "moe_intermediate_size"),
+        normalize=bool(config.get("norm_topk_prob", False)),
+        shared_size=shared_size,
+    )
+    layers = tuple(
+        layer._replace(sparse=index not in dense and (index + 1) % every == 0)
+        for index, layer in enumerate(base.layers)
+    )
+    return replace(base, experts=experts, layers=layers)
+
+
+def _qwen2_moe(config: Mapping[str, Any]) -> DecoderConfig:
+    base = replace(_qwen2(config), qkv_bias=config.get("qkv_bias", True))
+    return _qwen_sparse(config, base, required(config, "shared_expert_intermediate_size"))
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
+    num_layers = required(config, "num_hidden_layers")
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return _qwen_sparse(config, replace(_llama(config, windows=[window] * num_layers), qk_norm=True))
+
+
 def _phi3(config: Mapping[str, Any]) -> DecoderConfig:
     window = config.get("sliding_window")
     base = _llama(config, windows=[window] * required(config, "num_hidden_layers"))
@@ -229,7 +283,7 @@ def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     base = _gemma({"rope_theta": 1_000_000.0} | dict(config), pattern=6)
     nested = (config.get("rope_parameters") or {}).get("sliding_attention")  # else any scaling is the other layers'
     local = nested or {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
-    rope = _rope(config, base.head_dim, local, 10_000.0)
+    rope = rope_config(config, base.head_dim, local)
     layers = tuple(layer if layer.window is None else layer._replace(rope=rope) for layer in base.layers)
     return replace(base, layers=layers, qk_norm=True)
 
@@ -239,7 +293,10 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "Gemma3ForCausalLM": _gemma3,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }

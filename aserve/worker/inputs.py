@@ -92,23 +92,31 @@ class SlotState:
     def apply(self, plan: StepPlan) -> StepBatch:
         """Uploads the plan's slot updates, block deltas and rows in one transfer; writes the first two."""
         batch = None if plan.chunks else self._same_decodes(plan.decodes)
+        pack = _Pack()
+        rows = self._pack_rows(pack, plan) if batch is None else None
+        device = self.update(plan, pack)
+        if rows is not None:
+            assert device is not None
+            batch = self._batch_of(plan, device, rows)
+        assert batch is not None
+        return batch
+
+    def update(self, plan: StepPlan, pack: _Pack | None = None) -> Tensor | None:
+        """Writes the plan's slot updates and block deltas; `pack` may hold more for the same transfer, which is
+        returned. graphs.py uploads rows by itself."""
+        pack = pack or _Pack()
         if plan.slots:
             self._rows = None
-        if batch is not None and not plan.slots and not plan.blocks:
-            return batch
-        pack = _Pack()
         slots = self._pack_slots(pack, plan.slots) if plan.slots else None
         blocks = self._pack_blocks(pack, plan) if plan.blocks else None
-        rows = self._pack_rows(pack, plan) if batch is None else None
+        if not pack.arrays:
+            return None
         device = pack.upload(self.device)
         if slots is not None:
             self._write_slots(device, slots)
         if blocks is not None:
             self.block_table.view(-1).index_copy_(0, device[blocks[0]], device[blocks[1]].to(torch.int32))
-        if rows is not None:
-            batch = self._batch_of(plan, device, rows)
-        assert batch is not None
-        return batch
+        return device
 
     def reset(self) -> None:
         """Forgets what was kept from the last plan: after a failed step."""
@@ -290,17 +298,17 @@ class _Pack:
     """int64 arrays laid end to end, so that one transfer carries them all. Floats travel as their float64 bits."""
 
     def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
+        self.arrays: list[np.ndarray] = []
         self._size = 0
 
     def add(self, array: np.ndarray) -> slice:
         start = self._size
-        self._arrays.append(array)
+        self.arrays.append(array)
         self._size += len(array)
         return slice(start, self._size)
 
     def upload(self, device: torch.device) -> Tensor:
-        host = torch.from_numpy(np.concatenate(self._arrays))
+        host = torch.from_numpy(np.concatenate(self.arrays))
         if device.type == "cuda":
             return host.pin_memory().to(device, non_blocking=True)
         return host

@@ -37,10 +37,10 @@ class PoolSizes(NamedTuple):
 def resolve_device(config: EngineConfig) -> torch.device:
     """`auto` is CUDA where there is a card."""
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device", param="device")
-    return torch.device(config.device)
+    return torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
 
 
 def resolve_dtype(config: EngineConfig, model_dtype: str | None, device: torch.device) -> torch.dtype:

@@ -11,12 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 import aserve_kernels
 from aserve.config import EngineConfig
+from aserve.errors import ConfigError
 from aserve.executors import StepError
 from aserve.models import Model
 from aserve.models.files import ModelFiles
@@ -28,6 +30,9 @@ from aserve.worker.prompt_logprobs import PromptLogprobs, PromptPart
 from aserve.worker.sampler import DrawnLogprobs, Sampler
 from aserve_kernels import AttentionMeta, Kernels
 
+if TYPE_CHECKING:
+    from aserve.worker.graphs import StepGraphs
+
 logger = logging.getLogger("aserve.worker")
 
 
@@ -36,7 +41,7 @@ class Pending:
     """A launched step: its draws on their way to the host."""
 
     plan: StepPlan
-    drawn: Tensor | None  # int64 [2, S] on the host: tokens, finite flags
+    drawn: Tensor | None  # int64 [2, >= S] on the host: tokens, finite flags
     logprobs: DrawnLogprobs | None
     prompt: list[PromptPart]
     timings: StepTimings
@@ -97,6 +102,7 @@ class ModelRunner:
         )
         self.sampler = Sampler(self.kernels, spec.vocab_size, self.device)
         self.prompt_logprobs = PromptLogprobs(self.model, self.sampler)
+        self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
         logger.info("# GPU blocks: %d, # CPU blocks: %d", sizes.num_gpu_blocks, sizes.num_cpu_blocks)
         return WorkerInfo(
             num_gpu_blocks=sizes.num_gpu_blocks,
@@ -139,7 +145,7 @@ class ModelRunner:
         tokens: list[int] = []
         bad: tuple[int, ...] = ()
         if handle.drawn is not None:
-            tokens, finite = handle.drawn.tolist()
+            tokens, finite = handle.drawn[:, : len(plan.draws)].tolist()
             if 0 in finite:
                 bad = tuple(i for i, flag in enumerate(finite) if not flag)
                 draws = plan.draws
@@ -172,7 +178,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the model and the pools."""
-        for name in ("model", "pools", "state", "sampler", "prompt_logprobs"):
+        for name in ("graphs", "model", "pools", "state", "sampler", "prompt_logprobs"):
             self.__dict__.pop(name, None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -187,7 +193,10 @@ class ModelRunner:
         if plan.slots:
             self.sampler.update(plan.slots)
             self.prompt_logprobs.start(update.slot for update in plan.slots)
-        batch = self.state.apply(plan)
+        graphs = self._graphs_for(plan)
+        batch = None if graphs is not None else self.state.apply(plan)
+        if graphs is not None:
+            self.state.update(plan)
         if plan.swap_out:
             self.pools.swap_out(plan.swap_out)
         if plan.swap_in:
@@ -195,8 +204,12 @@ class ModelRunner:
         if plan.copies:
             self.pools.copy(plan.copies)
         pending = Pending(plan, None, None, [], StepTimings(), started)
-        if plan.num_tokens:
+        if graphs is not None:
+            pending.drawn = _to_host(graphs.run(plan))
+        elif plan.num_tokens:
+            assert batch is not None
             self._compute(plan, batch, pending)
+        if plan.num_tokens:
             self.state.advance_host(plan)
         pending.done = self._record_event()
         pending.timings.launch = pending.timings.compute = time.perf_counter() - began
@@ -222,10 +235,31 @@ class ModelRunner:
             tokens, logprobs = self.sampler.draw(logits, rows, draws, self._output_index(plan))
         drawn = torch.stack((tokens, _finite(hidden, logits, tokens)))
         self.state.advance(batch, meta, tokens)
+        pending.drawn, pending.logprobs = _to_host(drawn), logprobs and logprobs.to_host()
+
+    def _graphs_for(self, plan: StepPlan) -> StepGraphs | None:
+        """The graphs, where the whole step is one of theirs."""
+        if self.graphs is None or not self.graphs.takes(plan):
+            return None
+        slots = (*plan.decodes, *(chunk.slot for chunk in plan.chunks), *plan.draws)
+        return self.graphs if self.sampler.plain(slots) else None
+
+    def _make_graphs(self, max_model_len: int) -> StepGraphs | None:
+        if self.config.attention_backend == "torch":
+            return None
+        from aserve.worker.graphs import StepGraphs  # needs Triton
+
+        graphs = StepGraphs(
+            self.model,
+            self.kernels,
+            self.pools.caches,
+            self.state,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_model_len=max_model_len,
+        )
         if self.device.type == "cuda":
-            drawn = _to_host(drawn)
-            logprobs = logprobs and logprobs.to_host()
-        pending.drawn, pending.logprobs = drawn, logprobs
+            graphs.warm()
+        return graphs
 
     def _output_index(self, plan: StepPlan) -> list[int]:
         """Host's copy of the index of the output token each draw makes."""
@@ -286,8 +320,18 @@ class ModelRunner:
 
 
 def _kernels(config: EngineConfig, device: torch.device) -> Kernels:
-    if device.type == "cpu" or config.attention_backend == "torch":
+    """The backend asked for; `auto` on CUDA is flash-attn where it is installed and the card is a Hopper."""
+    backend = config.attention_backend
+    if device.type == "cpu" or backend == "torch":
         return aserve_kernels.load("torch")
+    if backend == "flash" or (backend == "auto" and torch.cuda.get_device_capability(device)[0] == 9):
+        try:
+            return aserve_kernels.load("flash")
+        except ImportError as error:
+            if backend == "flash":
+                message = f"--attention-backend flash needs flash-attn-4 (pip install aserve[flash-attn]): {error}"
+                raise ConfigError(message, param="attention_backend") from error
+            logger.info("flash-attn-4 is not installed: prefill runs on the Triton kernels")
     return aserve_kernels.load("triton")
 
 
@@ -299,6 +343,8 @@ def _finite(hidden: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """An asynchronous copy into pinned memory; valid once the step's event has passed."""
+    """An asynchronous copy into pinned memory; valid once the step's event has passed. The tensor itself on CPU."""
+    if tensor.device.type != "cuda":
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

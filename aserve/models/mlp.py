@@ -1,0 +1,36 @@
+"""The gated MLP of a decoder's layer. decoder.py makes one per dense layer, moe.py one as a shared expert."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from aserve.models.families import DecoderConfig
+from aserve.models.weights import Weights
+from aserve_kernels import Kernels
+from aserve_kernels.linear import PackedLinear
+
+
+class GatedMLP:
+    """down(act(gate x) * up x), gate and up in one product. Weights are found under `prefix`."""
+
+    def __init__(
+        self, config: DecoderConfig, prefix: str, intermediate_size: int, weights: Weights, kernels: Kernels
+    ) -> None:
+        self._activation = config.activation
+        self._kernels = kernels
+        names = [f"{prefix}.{name}" for name in config.gate_up_names]
+        # the checkpoint may hold gate and up fused already
+        rows = [intermediate_size] * 2 if len(names) == 2 else [2 * intermediate_size]
+        self._gate_up = PackedLinear(
+            weights.matrix([f"{name}.weight" for name in names], rows, config.hidden_size),
+            weights.vector([f"{name}.bias" for name in names], rows) if config.mlp_bias else None,
+        )
+        down, hidden_size = f"{prefix}.down_proj", config.hidden_size
+        self._down = PackedLinear(
+            weights.matrix([f"{down}.weight"], [hidden_size], intermediate_size),
+            weights.vector([f"{down}.bias"], [hidden_size]) if config.mlp_bias else None,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return self._down(self._kernels.gated_mlp(self._gate_up(x), self._activation))

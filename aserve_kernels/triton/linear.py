@@ -1,0 +1,149 @@
+"""Linear layers of a few tokens, where reading the weight is all the time there is.
+
+A program owns a few output features and streams their weight rows once. With programmatic dependent launch the first
+rows are on their way before the kernel that makes the input has ended, which a library's GEMM cannot do.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from aserve_kernels.triton.launch import begin, overlapped
+
+MAX_TOKENS = 8  # the library's GEMM is as quick from here on
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Starts moving the lines at `pointers` into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _vector_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    num_tokens,
+    num_outputs,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiplies and adds in float32, no matrix units: fastest where arithmetic hides behind the weight's bytes."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    t = tl.arange(0, BLOCK_T)
+    rows = weight_ptr + n[:, None] * K + k[None, :]
+    tokens = x_ptr + t[:, None] * K + k[None, :]
+    exists = (n < num_outputs)[:, None]
+    present = (t < num_tokens)[:, None]
+    w = tl.load(rows, mask=exists & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    begin(PDL)
+    x = tl.load(tokens, mask=present & (k < K)[None, :], other=0.0).to(tl.float32)
+    acc = w.to(tl.float32)[None, :, :] * x[:, None, :]
+    for start in tl.range(BLOCK_K, K, BLOCK_K):
+        inside = (start + k < K)[None, :]
+        w = tl.load(rows + start, mask=exists & inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(tokens + start, mask=present & inside, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
+    out = tl.sum(acc, axis=2)
+    if BIAS:
+        out += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
+    mask = present & (n < num_outputs)[None, :]
+    tl.store(out_ptr + t[:, None] * num_outputs + n[None, :], out, mask=mask)
+
+
+@triton.jit
+def _matrix_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    num_tokens,
+    num_outputs,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """On the matrix units: the weight tile is the left operand, the tokens are its few columns."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)
+    rows = weight_ptr + n[:, None] * K
+    exists = (n < num_outputs)[:, None]
+    if PDL:
+        line = tl.arange(0, BLOCK_K * 2 // 64) * 64  # the first two tiles, a pointer for each 128 bytes
+        _prefetch(weight_ptr + tl.minimum(n, num_outputs - 1)[:, None] * K + tl.minimum(line, K - 1)[None, :])
+    begin(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        inside = start + k < K
+        w = tl.load(rows + (start + k)[None, :], mask=exists & inside[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + t[None, :] * K + (start + k)[:, None],
+            mask=(t < num_tokens)[None, :] & inside[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(w, x, acc)
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        out_ptr + t[None, :] * num_outputs + n[:, None],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(t < num_tokens)[None, :] & exists,
+    )
+
+
+def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool | int, **tile: int) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, for T <= MAX_TOKENS, by either kernel with the given tile."""
+    num_tokens, size = x.shape
+    num_outputs = weight.shape[0]
+    out = x.new_empty(num_tokens, num_outputs)
+    tile["BLOCK_K"] = min(triton.next_power_of_2(size), tile["BLOCK_K"])
+    (_vector_kernel if vector else _matrix_kernel)[(triton.cdiv(num_outputs, tile["BLOCK_N"]),)](
+        out,
+        x.contiguous(),
+        weight,
+        bias,
+        num_tokens,
+        num_outputs,
+        K=size,
+        BLOCK_T=triton.next_power_of_2(num_tokens) if vector else MAX_TOKENS,
+        BIAS=bias is not None,
+        **tile,
+        **overlapped(x.device),
+    )
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] -> [..., N]: our kernels for up to MAX_TOKENS tokens, the library's GEMM otherwise."""
+    if x.dim() != 2 or x.dtype == torch.float32 or not 0 < x.shape[0] <= MAX_TOKENS or not weight.is_contiguous():
+        return functional.linear(x, weight, bias)
+    return small_linear(x, weight, bias, **_tile(x.shape[0], *weight.shape))
+
+
+def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
+    """The quickest kernel and tile of those tried on an H200 (docs/benchmarks/cuda_kernels.json)."""
+    if num_tokens == 1:
+        block_n = 2 if num_outputs <= 1024 else 4
+        return dict(vector=True, BLOCK_N=block_n, BLOCK_K=2048 if size > 1024 else 512, num_warps=4, num_stages=3)
+    if num_tokens <= 4 and num_outputs <= 1024:
+        return dict(vector=True, BLOCK_N=4, BLOCK_K=1024, num_warps=4, num_stages=3)
+    if num_outputs <= 4096 and size > 1024:
+        return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4)
+    return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)

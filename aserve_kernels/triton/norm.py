@@ -1,0 +1,112 @@
+"""RMSNorm, alone and fused with the residual add, and the gated activation of an MLP. Called once or twice a layer.
+
+One program owns a row (or a few short ones); statistics are float32 whatever the tensors hold.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor, empty_like
+
+from aserve_kernels.triton.launch import begin, overlapped
+
+
+@triton.jit
+def _rms_norm_kernel(
+    out_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    num_rows,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    offset = row[:, None] * SIZE + column[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    begin(PDL)
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)  # the norm sees the residual as stored
+        tl.store(residual_ptr + offset, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
+    tl.store(out_ptr + offset, x * scale[:, None] * weight[None, :], mask=mask)
+
+
+def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    size = x.shape[-1]
+    num_rows = x.numel() // size
+    if num_rows == 0:
+        return out
+    block = triton.next_power_of_2(size)
+    rows = max(1, min(8, 1024 // block))  # a head's norm packs several rows into a program
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        out,
+        x,
+        residual,
+        weight,
+        num_rows,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ROWS=rows,
+        ADD=residual is not None,
+        num_warps=max(1, min(16, block * rows // 512)),
+        **overlapped(x.device),
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ops.Kernels."""
+    x = x.contiguous()
+    return _launch(empty_like(x), x, None, weight, eps)
+
+
+def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ops.Kernels. `residual` must be contiguous: it is written in place."""
+    x = x.contiguous()
+    assert residual.is_contiguous()
+    return _launch(empty_like(x), x, residual, weight, eps)
+
+
+@triton.jit
+def _gated_kernel(out_ptr, gate_up_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    gate_ptr = gate_up_ptr + row * 2 * size + column
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + size, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu_tanh":  # x / 2 (1 + tanh z) = x sigmoid(2 z)
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out_ptr + row * size + column, gate * up, mask=mask)
+
+
+def gated_mlp(gate_up: Tensor, activation: str) -> Tensor:
+    """See ops.Kernels."""
+    if activation not in ("silu", "gelu_tanh", "gelu"):
+        raise ValueError(f"unknown activation {activation!r}")
+    gate_up = gate_up.contiguous()
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, size)
+    if num_rows:
+        block = 512 if num_rows < 64 else 1024  # more programs where rows are few
+        _gated_kernel[(triton.cdiv(size, block), num_rows)](
+            out, gate_up, size, ACTIVATION=activation, BLOCK=block, num_warps=4, **overlapped(out.device)
+        )
+    return out

@@ -1,0 +1,119 @@
+"""The client against scripted servers: typed deltas, every way a stream can end, and hanging up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+
+from aserve import (
+    AserveError,
+    AuthenticationError,
+    Client,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    RequestFailedError,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+class Script(httpx.AsyncByteStream):
+    """A body sent in given pieces, which notes how far it was read and that it was closed."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+        self.sent = 0
+        self.closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            self.sent += 1
+            yield piece
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def client(script: Script, status: int = 200, seen: list[dict[str, Any]] | None = None) -> Client:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "the-model"}]})
+        if seen is not None:
+            seen.append({"path": request.url.path, **json.loads(request.content)})
+        return httpx.Response(status, stream=script)
+
+    return Client(http=httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://test"))
+
+
+def event(**chunk: Any) -> bytes:
+    return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
+
+
+def text(content: str, reason: str | None = None, index: int = 0) -> bytes:
+    return event(choices=[{"index": index, "text": content, "finish_reason": reason}])
+
+
+async def test_deltas_arrive_typed_whatever_the_cut() -> None:
+    body = b": ping\n\n" + text("a\u2028b 🎉") + text("", "stop") + event(choices=[]) + b"data: [DONE]\n\n"
+    for size in (1, 3, 7, len(body)):
+        seen: list[dict[str, Any]] = []
+        script = Script([body[at : at + size] for at in range(0, len(body), size)])
+        deltas = [delta async for delta in client(script, seen=seen).complete("hi", max_tokens=5)]
+        assert [(delta.text, delta.finish_reason) for delta in deltas] == [("a\u2028b 🎉", None), ("", "stop")]
+        assert seen == [
+            {"path": "/v1/completions", "prompt": "hi", "max_tokens": 5, "stream": True, "model": "the-model"}
+        ]
+
+
+async def test_chat_deltas_are_read_from_content() -> None:
+    seen: list[dict[str, Any]] = []
+    chunks = [{"role": "assistant", "content": ""}, {"content": "hey"}, {}]
+    body = [event(choices=[{"index": 0, "delta": delta, "finish_reason": None}]) for delta in chunks]
+    chat = client(Script([*body, b"data: [DONE]\n\n"]), seen=seen).chat([{"role": "user", "content": "x"}], model="m")
+    assert [delta.text async for delta in chat] == ["", "hey", ""]
+    assert (seen[0]["path"], seen[0]["model"]) == ("/v1/chat/completions", "m")
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, InvalidRequestError),
+        (401, AuthenticationError),
+        (404, NotFoundError),
+        (413, InvalidRequestError),
+        (503, OverloadedError),
+        (500, RequestFailedError),
+    ],
+)
+async def test_a_refusal_is_raised_as_its_own_error(status: int, error: type[AserveError]) -> None:
+    body = json.dumps({"error": {"message": "no such thing", "param": "prompt"}}).encode()
+    with pytest.raises(error, match="no such thing"):
+        await anext(aiter(client(Script([body]), status).complete("x")))
+    with pytest.raises(error, match=f"HTTP {status}"):  # a proxy's page, not ours
+        await anext(aiter(client(Script([b"<html>"]), status).complete("x")))
+
+
+async def test_an_error_inside_the_stream_is_raised() -> None:
+    script = Script([text("a"), event(error={"message": "broken"})])
+    with pytest.raises(RequestFailedError, match="broken"):
+        _ = [delta async for delta in client(script).complete("x")]
+
+
+async def test_a_stream_cut_short_is_no_clean_end() -> None:
+    with pytest.raises(RequestFailedError, match="before its end"):
+        _ = [delta async for delta in client(Script([text("a")])).complete("x")]
+
+
+async def test_closing_the_iteration_hangs_up() -> None:
+    script = Script([text("a"), text("b"), text("c")])
+    async with client(script) as caller, aclosing(caller.complete("x")) as deltas:
+        async for _ in deltas:
+            break
+    assert script.closed
+    assert script.sent == 1
