@@ -164,13 +164,13 @@ class DeviceCopier:
             source = source.to(self._device, non_blocking=True)
         buffer.target.copy_(source, non_blocking=True)
         if self._device.type == "cuda":
-            buffer.sent = torch.cuda.Event()
+            buffer.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
             buffer.sent.record()
         buffer.reading = buffer.source = buffer.target = None
 
 
 def _read(descriptor: int, into: Tensor, offset: int, stored: Stored) -> None:
-    view = memoryview(into.numpy())
+    view = into.numpy().data
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
