@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator
 
 from aserve.block_manager import BlockManager
 from aserve.plan import BlockDelta, Chunk
@@ -33,6 +34,7 @@ class Batch:
         self._free_slots = list(range(max_num_seqs))
         self._running: list[tuple[Rank, Request]] = []
         self.groups: dict[Request, list[Seat]] = {}
+        self.num_by_tenant: Counter[str] = Counter()  # seats
         self.seats: dict[Sequence, Seat] = {}
         self.prefilling: dict[Seat, None] = {}
         self._computing: dict[bytes, None] = {}  # names of blocks that chunks in flight fill
@@ -56,6 +58,7 @@ class Batch:
         """The request runs, one seat per unfinished sequence."""
         insort(self._running, (rank_of(request), request))
         self.groups[request] = seats
+        self.num_by_tenant[request.tenant] += len(seats)
         for seat in seats:
             self.seats[seat.sequence] = seat
 
@@ -73,15 +76,41 @@ class Batch:
             self._computing.pop(name, None)
         sequence.slot = None
         heapq.heappush(self._free_slots, seat.slot)
+        self.num_by_tenant[request.tenant] -= 1
+        if not self.num_by_tenant[request.tenant]:
+            del self.num_by_tenant[request.tenant]
         group = self.groups[request]
         group.remove(seat)
         if not group:
             del self.groups[request]
             del self._running[bisect_left(self._running, (rank_of(request), request))]
 
+    def newest_first(self) -> Iterator[Request]:
+        """Running requests, those of lowest priority and then the newest first, without the one that must progress."""
+        return (self._running[index][1] for index in range(len(self._running) - 1, 0, -1))
+
     def victim(self) -> Request:
-        """The running request to preempt next; with more than one running never the oldest of highest priority."""
-        return self._running[-1][1]
+        """The running request to preempt where memory is short: of those of lowest priority the newest, or the newest
+        of the tenant that the policy names. With more than one running never the oldest of highest priority."""
+        last = self._running[-1][1]
+        tenant = self._policy.loser(None, self.num_by_tenant)
+        for request in self.newest_first() if tenant is not None else ():
+            if request.priority != last.priority:
+                break
+            if request.tenant == tenant:
+                return request
+        return last
+
+    def loser(self, request: Request) -> str | None:
+        """The tenant that has to make room for the waiting request."""
+        return self._policy.loser(request, self.num_by_tenant)
+
+    @property
+    def num_due(self) -> int:
+        """Tokens that those who run could compute in one step."""
+        return len(self._decoding) + sum(
+            seat.sequence.num_tokens - seat.sequence.num_computed for seat in self.prefilling
+        )
 
     # decodes
 
@@ -129,10 +158,9 @@ class Batch:
         draft.num_tokens = len(slots)
         for seat in draft.decoding:
             sequence = seat.sequence
-            sequence.num_computed += 1
             sequence.num_inflight += 1
-            seat.remaining -= 1
-            if not seat.remaining:
+            sequence.num_computed = num_computed = sequence.num_computed + 1
+            if num_computed == seat.full_at:
                 del self._decoding[seat]
                 self._changed = True
         return slots
@@ -179,7 +207,8 @@ class Batch:
         sequence.num_computed = end
         if seat.shared is not None:
             seat.shared.covered = end
-        self._policy.charge(request, prompt=end - start)
+        if not request.num_preemptions:  # computing it again is no service
+            self._policy.charge(request, prompt=end - start)
 
     def _draw_from(self, draft: Draft, seat: Seat, end: int) -> tuple[Seat, ...]:
         """The seat's last row is planned: it and the choices that fork from it draw, and decode from the next step."""
@@ -193,19 +222,29 @@ class Batch:
         shares_tail = bool(seat.forks) and end % self._block_size
         for each in drawing:
             each.sequence.num_inflight += 1
-            each.remaining -= 1
             each.grow_at = end if shares_tail else len(each.table.blocks) * self._block_size
             each.num_published = end // self._block_size if each is not seat else each.num_published
-            if self._blocks.prefix_caching:
-                full = (end // self._block_size + 1) * self._block_size
-                each.publish_at = full - len(seat.sequence.request.prompt) + 1
-            if each.remaining > 0:
+            self._look_again(each, end)
+            if end < each.full_at:
                 self._decoding[each] = None
                 self._changed = True
         seat.forks = []
         return drawing
 
     # prefix cache
+
+    def committed(self, seat: Seat) -> None:
+        """The seat's output has reached `look_at`: publishes the block that has filled, if one has."""
+        if seat.active and self._blocks.prefix_caching:
+            num_committed = seat.sequence.num_tokens - 1  # the last token has been drawn but not computed
+            self.publish(seat, num_committed)
+            self._look_again(seat, num_committed)
+
+    def _look_again(self, seat: Seat, num_tokens: int) -> None:
+        """Sets look_at to the output length that fills the next block after `num_tokens` positions, or to the last."""
+        if self._blocks.prefix_caching:
+            full = (num_tokens // self._block_size + 1) * self._block_size
+            seat.look_at = min(seat.limit, full - len(seat.sequence.request.prompt) + 1)
 
     def is_computing(self, name: bytes) -> bool:
         """True where a chunk in flight computes the block: it can be shared once that is committed."""

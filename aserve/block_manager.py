@@ -74,14 +74,12 @@ class BlockManager:
 
     # taking and giving back
 
-    def allocate(self, table: BlockTable, count: int) -> tuple[int, ...]:
-        """Appends `count` device blocks of unknown content. Returns them."""
+    def allocate(self, table: BlockTable, count: int) -> None:
+        """Appends `count` device blocks of unknown content."""
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} free")
-        blocks = tuple(self._take() for _ in range(count))
-        table.blocks.extend(blocks)
+        table.blocks.extend([self._take() for _ in range(count)])
         self._tables.add(table)
-        return blocks
 
     def _take(self) -> int:
         block = self._free.pop() if self._free else self._cache.evict()

@@ -1,4 +1,4 @@
-"""The `aserve` command: serve, generate, models, bench. Importing it loads no torch, so `aserve --help` is quick.
+"""The `aserve` command: serve, generate, models, bench, simulate. Importing it loads no torch: `--help` is quick.
 
 A subcommand is one function that adds its parser and sets `run`; `SUBCOMMANDS` lists them. Engine flags are made from
 EngineConfig's fields, so that an option is written once. The only importer of routes.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
+import logging
 import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from aserve import bench
 from aserve.config import EngineConfig
 from aserve.errors import AserveError, ConfigError
+from aserve.simulation.command import add_simulate
 
 Add = Callable[["argparse._SubParsersAction[argparse.ArgumentParser]"], None]
 
@@ -41,7 +45,7 @@ _ENGINE_HELP = {
     "policy": "scheduling policy: fcfs, priority, fair, or pkg.module:Class",
     "attention_backend": "the attention kernels",
     "enforce_eager": "no CUDA graphs",
-    "seed": "of dummy weights, and of draws that have none of their own",
+    "seed": "of dummy weights; a request has its own, or fresh random bits",
     "max_queue": "waiting requests; one more is refused with 503",
     "max_n": "choices a request may ask for",
     "num_threads": "CPU threads of the model (default: the cores this process may use)",
@@ -123,7 +127,13 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="a key clients must send; repeatable"
     )
+    http.add_argument(
+        "--api-key-file", action="append", default=[], metavar="FILE", help="a file with one key a line; repeatable"
+    )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="repeatable; * is any")
+    http.add_argument("--root-path", default="", metavar="PATH", help="where a proxy mounts the server")
+    http.add_argument("--ssl-keyfile", metavar="FILE", help="serve HTTPS with this private key")
+    http.add_argument("--ssl-certfile", metavar="FILE", help="and this certificate")
     http.add_argument("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="(default: %(default)s)")
     http.add_argument(
         "--ping-interval",
@@ -157,15 +167,29 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         served_model_names=tuple(args.served_model_name),
-        api_keys=tuple(args.api_key),
+        api_keys=(*args.api_key, *(key for file in args.api_key_file for key in _read_keys(file))),
         cors_origins=tuple(args.cors_origin),
         max_body_bytes=args.max_body_bytes,
         ping_interval=args.ping_interval,
         drain_timeout=args.drain_timeout,
         log_level=args.log_level,
+        root_path=args.root_path,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
         app=args.app,
     )
     return serve(config, options)
+
+
+def _read_keys(file: str) -> list[str]:
+    """The keys in a file, one a line. Raises ConfigError where there is none: it would mean a server without keys."""
+    try:
+        keys = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}", param="api_key_file") from None
+    if not keys:
+        raise ConfigError(f"--api-key-file {file} holds no key", param="api_key_file")
+    return keys
 
 
 # generate
@@ -194,6 +218,8 @@ def _generate(args: argparse.Namespace) -> int:
     *model, prompt = args.words
     args.model = model[0] if model else None
     config = engine_config(args)
+    logging.basicConfig(level="WARNING", format="%(message)s")
+    logging.getLogger("aserve").setLevel("INFO" if config.model is None else "WARNING")  # the demo model's notice
     try:
         asyncio.run(_generate_async(args, config, prompt))
     except KeyboardInterrupt:  # the stream is cancelled and the engine stopped by now
@@ -238,13 +264,23 @@ def _models(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from aserve.models.cache import default_cache_dir
+    from aserve.models.families import FAMILIES
+    from aserve.models.gpt_families import GPT_FAMILIES
+
     console = Console()
-    table = Table("MODEL argument", "what it is", title="Models", title_justify="left")
-    table.add_row("(none)", "the demo model, Gemma 3 270m (extra \\[demo]; Gemma's terms of use apply)")
-    table.add_row("DIRECTORY", "Hugging Face layout: config.json, *.safetensors, tokenizer.json")
-    table.add_row("FILE.gguf", "converted once, then cached")
-    table.add_row("owner/name", "a hub id, where the network allows")
-    console.print(table)
+    forms = Table("MODEL", "what it is", title="What aserve serves", title_justify="left")
+    forms.add_row("(none)", "the demo model, Gemma 3 270m (extra \\[demo]; Gemma's terms of use apply)")
+    forms.add_row("DIRECTORY", "Hugging Face layout: config.json, *.safetensors, tokenizer.json")
+    forms.add_row("FILE.gguf", "converted once, then cached")
+    forms.add_row("owner/name", "a hub id, where the network allows")
+    console.print(forms)
+    console.print("Architectures:", ", ".join(sorted({*FAMILIES, *GPT_FAMILIES})), highlight=False)
+    cached = Table("directory", "type", "GB", title=f"Converted models in {default_cache_dir()}", title_justify="left")
+    for config in sorted(default_cache_dir().glob("*/config.json")):
+        size = sum(file.stat().st_size for file in config.parent.iterdir()) / 1e9
+        cached.add_row(config.parent.name, str(json.loads(config.read_text()).get("model_type")), f"{size:.2f}")
+    console.print(cached)
     return 0
 
 
@@ -255,4 +291,4 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add(commands, add_engine_flags, engine_config)
 
 
-SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench]
+SUBCOMMANDS: list[Add] = [_add_serve, _add_generate, _add_models, _add_bench, add_simulate]

@@ -55,7 +55,9 @@ class Client:
             raise _error(response.status_code, response.content)
         return [str(entry["id"]) for entry in response.json()["data"]]
 
-    def complete(self, prompt: str | Items[int], *, model: str | None = None, **options: Any) -> AsyncGenerator[Delta, None]:
+    def complete(
+        self, prompt: str | Items[int], *, model: str | None = None, **options: Any
+    ) -> AsyncGenerator[Delta, None]:
         """Streams a completion. Options are the fields of POST /v1/completions."""
         return self._stream("/v1/completions", {"prompt": prompt}, model, options)
 

@@ -46,7 +46,7 @@ class EngineConfig:
     policy: str = "fair"  # fcfs | priority | fair, or pkg.module:Class
     attention_backend: AttentionBackend = "auto"
     enforce_eager: bool = False  # no CUDA graphs
-    seed: int = 0  # dummy weights, and unseeded draws when not None
+    seed: int = 0  # of dummy weights; a request has its own, or 64 fresh random bits
     max_queue: int = 10_000  # waiting requests; one more is refused
     max_n: int = 128
     num_threads: int | None = None  # CPU threads of the model; None is the cores this process may use

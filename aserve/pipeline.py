@@ -207,7 +207,10 @@ class Pipeline:
 
     def _die(self, cause: BaseException) -> None:
         self.dead = cause.__cause__ if isinstance(cause, EngineDeadError) and cause.__cause__ else cause
-        _log.critical("the engine is dead: %s", cause, exc_info=cause)
+        if isinstance(cause, asyncio.CancelledError):
+            _log.warning("the engine's task was cancelled")
+        else:
+            _log.critical("the engine is dead: %s", cause, exc_info=cause)
         now = self._clock()
         boxes = {output.box for output in self._outputs.values()}
         self._outputs.clear()
@@ -225,7 +228,12 @@ class Pipeline:
 
 def dead_error(cause: BaseException) -> EngineDeadError:
     """A fresh error for every caller: one that is raised again and again would grow its traceback."""
-    message = cause.message if isinstance(cause, EngineDeadError) else f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, EngineDeadError):
+        message = cause.message
+    elif isinstance(cause, asyncio.CancelledError):
+        message = "its task was cancelled"
+    else:
+        message = f"{type(cause).__name__}: {cause}"
     error = EngineDeadError(f"the engine is dead: {message}")
     error.__cause__ = cause
     return error

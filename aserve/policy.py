@@ -11,6 +11,7 @@ import heapq
 import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from aserve.errors import ConfigError
 from aserve.lazy_heap import LazyHeap
@@ -40,6 +41,15 @@ class Policy(ABC):
 
     def charge(self, request: Request, *, prompt: int = 0, output: int = 0) -> None:  # noqa: B027 - optional
         """That many tokens of the request, admitted earlier, were computed."""
+
+    def loser(self, request: Request | None, running: Mapping[str, int]) -> str | None:
+        """The tenant whose newest running request gives up its place: to the waiting `request`, which then goes before
+        those that were preempted too, or, with None, because memory is short.
+
+        `running` counts sequences by tenant. None: no waiting request has a claim; for memory, whoever is newest.
+        Called once per step at most: a claim must end where it is met, or requests take turns without progress.
+        """
+        return None
 
 
 class FCFSPolicy(Policy):
@@ -99,11 +109,13 @@ class FairPolicy(Policy):
     Service is counted in tokens, an output token as two of the prompt's (virtual token counters: Sheng et al., Fairness
     in Serving Large Language Models, OSDI 2024); a tenant that returns starts at the level of the last one served, so
     idling saves up nothing. Waiting is bounded: of four admissions one goes to the oldest request of all, where that
-    has waited `patience` seconds.
+    has waited `patience` seconds. With `preempt`, a tenant that was served less than the one that runs most, and runs
+    clearly less, takes a place from it at once: a flood that came first does not delay others.
     """
 
-    def __init__(self, patience: float = 30.0) -> None:
+    def __init__(self, patience: float = 30.0, *, preempt: bool = True) -> None:
         self._patience = patience
+        self._preempt = preempt
         self._tenants: dict[str, _Tenant] = {}
         self._order: LazyHeap[str] = LazyHeap()  # tenants with waiting requests
         self._oldest: LazyHeap[Request] = LazyHeap()
@@ -151,6 +163,20 @@ class FairPolicy(Policy):
             tenant = self._tenants[request.tenant] = _Tenant(self._level)
         tenant.served += prompt + 2 * output
         self._place(request.tenant, tenant)
+
+    def loser(self, request: Request | None, running: Mapping[str, int]) -> str | None:
+        if not self._preempt or not running:
+            return None
+        most = max(running, key=running.__getitem__)
+        if request is None:
+            return most if running[most] > 1 else None
+        holds = running.get(request.tenant, 0) + len(request.sequences)
+        if 5 * holds > 4 * running[most]:  # for less, places would go to and fro between tenants that are even
+            return None
+        holder = self._tenants.get(most)
+        if holder is not None and holder.served < self._tenants[request.tenant].served:
+            return None
+        return most
 
     def __len__(self) -> int:
         return len(self._oldest)

@@ -17,6 +17,8 @@ from aserve.request import Phase, Request, Sequence
 from aserve.seat import Draft, Seat, SharedPrefix
 
 LOOKUP_STRIDE = 64  # blocks hashed ahead of the cache lookup: a cold long prompt costs one stride
+MAX_HEADROOM = 4.0  # blocks per running sequence that admissions leave free at most
+HEADROOM_RISE, HEADROOM_DECAY = 0.5, 0.02  # per preemption, per admission
 
 
 class _Place(NamedTuple):
@@ -36,6 +38,7 @@ class Residency:
         self._batch = batch
         self._costs = costs
         self._chains: dict[Sequence, HashChain] = {}
+        self._headroom = 1.0
         self.swapped: dict[Request, dict[Sequence, BlockTable]] = {}
 
     @property
@@ -45,23 +48,29 @@ class Residency:
 
     # in
 
-    def enter(self, request: Request, draft: Draft) -> Literal["in", "full", "later"]:
+    def enter(self, request: Request, draft: Draft, *, urgent: bool = False) -> Literal["in", "full", "later"]:
         """Seats the request if slots and blocks allow: "full" where they do not, "later" where the next block of its
-        prefix is being computed by another."""
+        prefix is being computed by another. An urgent one may take the blocks kept spare."""
         unfinished = [sequence for sequence in request.sequences if sequence.phase is not Phase.FINISHED]
         if len(unfinished) > self._batch.num_free_slots or any(sequence.num_inflight for sequence in unfinished):
             return "full"
+        room = self._blocks.num_free - (0 if urgent else self._num_spare)
         if request in self.swapped:
-            return "in" if self._swap_in(request, unfinished, draft) else "full"
+            return "in" if self._swap_in(request, unfinished, draft, room) else "full"
         places = self._places(request, unfinished)
         if places is None:
             return "later"
-        return "in" if self._compute_in(request, places, draft) else "full"
+        return "in" if self._compute_in(request, places, draft, room) else "full"
 
     @property
     def _num_spare(self) -> int:
-        """Blocks an admission leaves free: one per running sequence, so that it is not preempted at once."""
-        return len(self._batch.seats)
+        """Blocks an admission leaves free, so that those that run may grow: one per running sequence, and more while
+        preemptions show that they outgrow it (as SGLang's new-token ratio learns)."""
+        return int(self._headroom * len(self._batch.seats))
+
+    def widen(self) -> None:
+        """Memory ran out: more is kept spare."""
+        self._headroom = min(MAX_HEADROOM, self._headroom + HEADROOM_RISE)
 
     def _places(self, request: Request, unfinished: list[Sequence]) -> list[_Place] | None:
         """Where each sequence's KV would come from. None while another computes the leader's next block."""
@@ -92,12 +101,12 @@ class Residency:
                 return found, names[len(found)]
         return found, None
 
-    def _compute_in(self, request: Request, places: list[_Place], draft: Draft) -> bool:
+    def _compute_in(self, request: Request, places: list[_Place], draft: Draft, room: int) -> bool:
         """Seats sequences whose KV is to be computed, beyond what the cache has. False where blocks are short."""
         num_shared = len(request.prompt) // self._blocks.block_size
         need = sum(place.num_blocks - (num_shared if place.follows else len(place.cached)) for place in places)
         need += sum(map(self._blocks.is_idle, {block for place in places for block in place.cached}))
-        if need + self._num_spare > self._blocks.num_free:
+        if need > room:
             return False
         seats: list[Seat] = []
         for place in places:  # every cached block first: allocation must not evict them
@@ -126,7 +135,7 @@ class Residency:
         placed = {place.sequence for place in places}
         return [each for each in request.sequences if each.phase is not Phase.FINISHED and each not in placed]
 
-    def _swap_in(self, request: Request, unfinished: list[Sequence], draft: Draft) -> bool:
+    def _swap_in(self, request: Request, unfinished: list[Sequence], draft: Draft, room: int) -> bool:
         """Seats a swapped request with its KV copied back. False where blocks are short."""
         tables = self.swapped[request]
         size = self._blocks.block_size
@@ -134,7 +143,7 @@ class Residency:
         fresh = not unfinished[0].output
         lengths = [self._blocks.blocks_for(sequence.num_tokens) for sequence in unfinished[: 1 if fresh else None]]
         more = [length - len(tables[each].blocks) for length, each in zip(lengths, unfinished, strict=False)]
-        if self._blocks.num_swap_in(group) + sum(more) + self._num_spare > self._blocks.num_free:
+        if self._blocks.num_swap_in(group) + sum(more) > room:
             return False
         del self.swapped[request]
         draft.swap_in.extend(self._blocks.swap_in(group))
@@ -154,6 +163,7 @@ class Residency:
         for seat in (*seats, *forks):
             seat.sequence.move(Phase.RUNNING)
             draft.hand_over(seat)
+        self._headroom += HEADROOM_DECAY * (1.0 - self._headroom)
         self._batch.add(request, [*seats, *forks])
         self._batch.prefilling.update(dict.fromkeys(seats))
 

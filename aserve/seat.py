@@ -48,13 +48,13 @@ class Seat:
         "computing",
         "ends",
         "forks",
+        "full_at",
         "grow_at",
         "limit",
         "live",
+        "look_at",
         "num_published",
         "output",
-        "publish_at",
-        "remaining",
         "sequence",
         "shared",
         "slot",
@@ -70,9 +70,9 @@ class Seat:
         self.chain = chain
         self.ends = frozenset(request.end_token_ids + request.params.stop_token_ids)
         self.limit = request.max_tokens
-        self.remaining = request.max_tokens - len(sequence.output)  # draws not planned yet
+        self.full_at = len(request.prompt) + self.limit - 1  # num_computed once its last draw is planned
         self.grow_at = -1  # position that needs a block, or a copy of one, before it is computed
-        self.publish_at = 0  # output length at which the next decoded block is full and committed; 0 is never
+        self.look_at = self.limit  # output length at which it ends or has a full block to publish
         self.num_published = 0  # leading blocks already offered to the prefix cache
         self.computing: dict[bytes, None] = {}  # names of blocks that its chunks in flight fill
         self.forks: list[Seat] = []  # choices that will draw from this seat's prompt row
@@ -174,5 +174,6 @@ class SchedulerStats(NamedTuple):
     num_blocks_cached: int
     num_preemptions: int
     num_swaps: int
+    num_yields: int  # preemptions for a tenant that was under-served; the others were for want of memory
     num_prompt_tokens: int  # of admitted requests
     num_prefix_hit_tokens: int  # of those, found in the prefix cache

@@ -25,6 +25,7 @@ from routes.endpoint import Options
 from routes.http import error_response
 from routes.middleware import ApiKeys, RequestLog
 from routes.models import Models
+from routes.openapi import OpenAPI
 from routes.records import Live
 
 
@@ -64,6 +65,7 @@ def create_app(
             Route("/version", admin.version),
             Route("/load", admin.load),
             Route("/metrics", admin.metrics),
+            Route("/openapi.json", OpenAPI().get),
         ],
         middleware=_middleware(engine, api_keys, cors_origins),
         exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},
@@ -125,4 +127,6 @@ async def _aserve_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """A bug; Starlette raises it on, so that the server logs the traceback."""
-    return error_response(RequestFailedError("internal error"))
+    response = error_response(RequestFailedError("internal error"))
+    response.headers["x-request-id"] = request.scope["aserve.record"].label  # this answer bypasses the middleware
+    return response

@@ -11,7 +11,7 @@ from typing import Any
 from aserve import Completion, Delta, SamplingParams, Stream
 from routes.chunks import ChunkFrames, Job
 from routes.endpoint import GenerationEndpoint, submit_all
-from routes.logprobs import chat_logprobs
+from routes.logprobs import chat_logprobs, prompt_logprobs
 from routes.records import Record
 from routes.schemas import ChatBody
 
@@ -53,7 +53,11 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
             }
             for done in completions[0]
         ]
-        return self.envelope(job, "chat.completion") | {"choices": choices, "usage": job.usage()}
+        answer = self.envelope(job, "chat.completion") | {"choices": choices, "usage": job.usage()}
+        if job.body.prompt_logprobs is not None:
+            found: Any = job.streams[0].prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprobs(self.engine.tokenizer, found)
+        return answer
 
     def envelope(self, job: Job[ChatBody], kind: str) -> dict[str, Any]:
         """The fields of a response, and of every chunk of a streamed one, that do not change."""

@@ -5,12 +5,13 @@ app.py mounts it; endpoint.py drives it. `echo` puts the prompt's text before ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from aserve import Completion, Delta, InvalidRequestError, SamplingParams, Stream
 from routes.chunks import ChunkFrames, Job
 from routes.endpoint import GenerationEndpoint, submit_all
-from routes.logprobs import completion_logprobs
+from routes.logprobs import completion_logprobs, prompt_logprobs
 from routes.records import Record
 from routes.schemas import CompletionBody
 
@@ -35,14 +36,18 @@ class Completions(GenerationEndpoint[CompletionBody]):
         choices = []
         for position, group in enumerate(completions):
             prefix = self.echoed(job, position)
+            scored = self.echoed_entries(job, position)
             for done in group:
                 choice = {
                     "index": position * job.params.n + done.index,
                     "text": prefix + done.text,
-                    "logprobs": self.logprobs(job, done.logprobs, len(prefix)),
+                    "logprobs": self.logprobs(job, [*scored, *(done.logprobs or ())], 0),
                     "finish_reason": done.finish_reason,
                     "stop_reason": done.stop_reason,
                 }
+                if job.body.prompt_logprobs is not None:
+                    found: Any = job.streams[position].prompt_logprobs
+                    choice["prompt_logprobs"] = prompt_logprobs(self.engine.tokenizer, found)
                 choices.append(choice)
         return self.envelope(job) | {"choices": choices, "usage": job.usage()}
 
@@ -66,11 +71,18 @@ class Completions(GenerationEndpoint[CompletionBody]):
             raise InvalidRequestError("echo needs a tokenizer, and this server has none", param="echo")
         return self.engine.tokenizer.decode(prompt)
 
-    def logprobs(self, job: Job[CompletionBody], entries: Any, offset: int) -> dict[str, Any] | None:
+    def echoed_entries(self, job: Job[CompletionBody], position: int) -> list[Any]:
+        """With echo, the prompt's tokens and their logprobs, which the engine has from the first output on."""
+        if not job.body.echo or job.params.logprobs is None:
+            return []
+        stream = job.streams[position]
+        return [stream.prompt_token_ids[0], *stream.prompt_logprobs]
+
+    def logprobs(self, job: Job[CompletionBody], entries: Sequence[Any], offset: int) -> dict[str, Any] | None:
         """The logprobs object of a choice or a chunk, None where the client asked for none."""
         if job.params.logprobs is None:
             return None
-        return completion_logprobs(self.engine.tokenizer, entries or (), offset=offset, num_top=job.params.logprobs)
+        return completion_logprobs(self.engine.tokenizer, entries, offset=offset, num_top=job.params.logprobs)
 
 
 class CompletionFrames(ChunkFrames):
@@ -79,20 +91,29 @@ class CompletionFrames(ChunkFrames):
     def __init__(self, endpoint: Completions, job: Job[CompletionBody], position: int) -> None:
         super().__init__(job, position, endpoint.envelope(job))
         self._endpoint = endpoint
-        self._echo = endpoint.echoed(job, position)
-        self._ends = dict.fromkeys(range(job.params.n), len(self._echo))  # choice -> characters so far
+        self._position = position
+        self._ends = [0] * job.params.n  # characters so far, per choice
 
     def opening(self) -> str:
-        if not self._echo:
+        text = self._endpoint.echoed(self.job, self._position)
+        if not text:
             return ""
-        return "".join(self.event(self.choice(Delta(i, self._echo, ())), i) for i in self._ends)
+        entries = self._endpoint.echoed_entries(self.job, self._position)
+        choices = range(self.job.params.n)
+        return "".join([self.event(self._choice(i, text, entries, None, None), i) for i in choices])
 
     def choice(self, delta: Delta) -> dict[str, Any]:
-        start = self._ends[delta.index]
-        self._ends[delta.index] += len(delta.text)
+        entries = delta.logprobs or ()
+        return self._choice(delta.index, delta.text, entries, delta.finish_reason, delta.stop_reason)
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[Any], finish_reason: str | None, stop_reason: Any
+    ) -> dict[str, Any]:
+        start = self._ends[index]
+        self._ends[index] += len(text)
         return {
-            "text": delta.text,
-            "logprobs": self._endpoint.logprobs(self.job, delta.logprobs, start) if delta.token_ids else None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
+            "text": text,
+            "logprobs": self._endpoint.logprobs(self.job, entries, start) if entries else None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
         }

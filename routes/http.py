@@ -16,7 +16,7 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from aserve import AserveError, AuthenticationError, InvalidRequestError, OverloadedError, RequestTooLargeError
+from aserve import AserveError, AuthenticationError, OverloadedError, RequestTooLargeError
 
 T = TypeVar("T")
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]+")
@@ -104,11 +104,6 @@ async def unless_gone(receive: Receive, answer: Awaitable[T]) -> T:
     if gone:
         raise ClientGone
     return result
-
-
-def bad_request(message: str, param: str | None = None) -> InvalidRequestError:
-    """Shorthand for the commonest error."""
-    return InvalidRequestError(message, param=param)
 
 
 @asynccontextmanager

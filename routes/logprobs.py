@@ -13,6 +13,8 @@ from aserve import TokenLogprobs
 
 FLOOR = -9999.0
 
+Entry = TokenLogprobs | int  # an id alone is a prompt's first token, which nothing predicts
+
 
 class Decoder(Protocol):
     """The part of a tokenizer that this file needs."""
@@ -33,20 +35,37 @@ def token_text(decoder: Decoder | None, token_id: int) -> tuple[str, bytes]:
 
 
 def completion_logprobs(
-    decoder: Decoder | None, entries: Sequence[TokenLogprobs], *, offset: int, num_top: int
+    decoder: Decoder | None, entries: Sequence[Entry], *, offset: int, num_top: int
 ) -> dict[str, Any]:
     """The completions shape; `offset` is where the first token's text starts."""
     shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
-        text, raw = token_text(decoder, entry.token_id)
-        logprob = max(entry.logprob, FLOOR)
-        top = {token_text(decoder, token_id)[0]: max(value, FLOOR) for token_id, value in entry.top[:num_top]}
+        token_id, logprob, top = (entry, None, None) if isinstance(entry, int) else entry
+        text, raw = token_text(decoder, token_id)
         shape["tokens"].append(text)
-        shape["token_logprobs"].append(logprob)
-        shape["top_logprobs"].append({**top, text: logprob})
+        shape["token_logprobs"].append(None if logprob is None else max(logprob, FLOOR))
+        best = None if top is None else {token_text(decoder, i)[0]: max(value, FLOOR) for i, value in top[:num_top]}
+        shape["top_logprobs"].append(best if best is None else {**best, text: shape["token_logprobs"][-1]})
         shape["text_offset"].append(offset)
         offset += len(raw.decode(errors="ignore"))
     return shape
+
+
+def prompt_logprobs(decoder: Decoder | None, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """vLLM's shape for a prompt: per position, token id -> its logprob; the first position has none. `rank` is null
+    for a prompt token that is not among the best."""
+    positions: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(entry.top, 1)]
+        if entry.token_id not in dict(entry.top):
+            ranked.append((entry.token_id, entry.logprob, None))  # type: ignore[arg-type]
+        positions.append(
+            {
+                str(i): {"logprob": max(value, FLOOR), "rank": rank, "decoded_token": token_text(decoder, i)[0]}
+                for i, value, rank in ranked
+            }
+        )
+    return positions
 
 
 def chat_logprobs(decoder: Decoder | None, entries: Sequence[TokenLogprobs], *, num_top: int) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Body(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     echo: bool | None = None
     user: str | None = None
@@ -65,7 +66,6 @@ class Body(msgspec.Struct, kw_only=True):
     best_of: Any = None
     use_beam_search: Any = None
     bad_words: Any = None
-    prompt_logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -97,6 +97,8 @@ class Body(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None and value not in harmless.get(name, ()):
                 raise InvalidRequestError(f"{name} is not supported by this server", param=name)
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
         for name in ("timeout", "ttft_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
@@ -128,7 +130,6 @@ _NOT_OFFERED = (
     "best_of",
     "use_beam_search",
     "bad_words",
-    "prompt_logprobs",
     "response_format",
     "structured_outputs",
     "guided_json",
@@ -174,8 +175,9 @@ class CompletionBody(Body, kw_only=True):
         return items
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The sampling parameters."""
-        return self.sampling(defaults, logprobs=self.logprobs)
+        """The sampling parameters. With echo, logprobs are of the prompt too."""
+        prompt = self.logprobs if self.echo and self.prompt_logprobs is None else None
+        return self.sampling(defaults, logprobs=self.logprobs, prompt_logprobs=prompt)
 
 
 class Part(msgspec.Struct):

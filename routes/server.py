@@ -42,6 +42,9 @@ class ServerOptions:
     ping_interval: float = 15.0
     drain_timeout: float = 30.0
     log_level: str = "info"
+    root_path: str = ""  # where a proxy mounts the server
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
     app: str | None = None  # pkg.module:create_app
 
 
@@ -58,7 +61,10 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     """`serve`, for an engine that is made but not started, on a listening socket."""
     host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%d, loading the model", f"[{host}]" if ":" in host else host, port)
+    scheme = "https" if options.ssl_certfile else "http"
+    log.info("listening on %s://%s:%d, loading the model", scheme, f"[{host}]" if ":" in host else host, port)
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
     settings = uvicorn.Config(
         build_app(engine, options),
         loop="uvloop",
@@ -66,6 +72,9 @@ def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions
         ws="none",
         access_log=False,
         log_config=None,
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
         timeout_graceful_shutdown=int(_CLOSE_SECONDS),
     )
     server = Server(settings, engine, options.drain_timeout)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 from starlette.types import Receive, Scope, Send
@@ -27,7 +27,7 @@ from routes.records import Record, abnormal
 
 log = logging.getLogger("aserve.routes")
 
-PING = b": ping\n\n"
+PING = b": ping\n"  # a blank line after it would end an empty event, on which the OpenAI SDK fails once it has an id
 DONE = "data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -75,74 +75,65 @@ class EventStream:
         self._busy = 0  # sends that the server has not taken yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(text: str) -> None:
-            self._busy += 1
-            try:
-                await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
-            finally:
-                self._busy -= 1
-
         finished = False
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             async with anyio.create_task_group() as side:
                 side.start_soon(watch_disconnect, receive, side.cancel_scope)
                 side.start_soon(self._ping, send)
-                with self._record.cancellable() as cancelled:
-                    await self._pump_all(write)
-                if cancelled.cancelled_caught:
-                    self._error = self._record.cancellation
-                await write(error_event(self._error) if self._error else self._closing() + DONE)
+                await self._pump_all(send)
                 finished = True
                 side.cancel_scope.cancel()
             if finished:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                last = error_event(self._error) if self._error else self._closing() + DONE
+                await send({"type": "http.response.body", "body": last.encode("ascii"), "more_body": False})
         finally:
             self._record.finish(self._error, gone=not finished)
             with anyio.CancelScope(shield=True):
                 for stream, _ in self._sources:
                     await stream.aclose()
 
-    async def _pump_all(self, write: Callable[[str], Any]) -> None:
-        if len(self._sources) == 1:
-            await self._pump(*self._sources[0], write)
-            return
-        async with anyio.create_task_group() as tasks:
-            for stream, frames in self._sources:
-                tasks.start_soon(self._pump, stream, frames, write, tasks.cancel_scope)
+    async def _pump_all(self, send: Send) -> None:
+        """A task per engine stream: each token then wakes a short chain of frames, not every layer of the app."""
+        with self._record.cancellable() as scope:
+            async with anyio.create_task_group() as pumps:
+                for stream, frames in self._sources:
+                    pumps.start_soon(self._pump, stream, frames, send, pumps.cancel_scope)
+        if scope.cancelled_caught:
+            self._error = self._record.cancellation
 
-    async def _pump(
-        self, stream: Stream, frames: Renderer, write: Callable[[str], Any], scope: anyio.CancelScope | None = None
-    ) -> None:
+    async def _pump(self, stream: Stream, frames: Renderer, send: Send, scope: anyio.CancelScope) -> None:
         """Writes one stream's events until each choice has ended. A failure is kept, and ends the others (`scope`)."""
         unfinished = stream.n
-        opening = frames.opening()
+        opened = False
         try:
             while unfinished:
-                deltas = stream.take_nowait()
-                if not deltas:
-                    if not await stream.ready():
-                        raise RequestFailedError("the stream ended without a finish reason")
-                    continue
-                text, opening = opening, ""
-                error = None
-                for delta in deltas:
+                if not await stream.ready():
+                    raise RequestFailedError("the stream ended without a finish reason")
+                text = ""
+                failure = None
+                if not opened:
+                    opened = True
+                    self._record.token()
+                    text = frames.opening()
+                for delta in stream.take_nowait():
                     if delta.finish_reason is not None:
-                        if error := abnormal(delta.finish_reason):
+                        if failure := abnormal(delta.finish_reason):
                             break
                         unfinished -= 1
                     text += frames.render(delta)
                 if text:
-                    await write(text)
-                    self._record.token()
-                if error:
-                    raise error
+                    self._busy += 1
+                    await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
+                    self._busy -= 1
+                if failure is not None:
+                    raise failure
         except AserveError as error:
             self._error = self._error or error
         except Exception:
             log.exception("stream %s failed", stream.key)
             self._error = self._error or RequestFailedError("internal error")
-        if self._error and scope:
+        if self._error:
             scope.cancel()
 
     async def _ping(self, send: Send) -> None:

@@ -52,16 +52,13 @@ class Reply:
         return json.loads(self.body, parse_constant=_refuse)
 
     def events(self) -> list[Any]:
-        """The data of each event; "[DONE]" as it is. Checks the framing: LF only, id before data, pings alone."""
+        """The data of each event; "[DONE]" as it is. Checks the framing: LF only, id before data, no empty event."""
         text = self.body.decode("ascii")
         assert "\r" not in text
-        assert text == "" or text.endswith("\n\n")
+        assert text == "" or text.endswith("\n")
         events: list[Any] = []
         for block in text.split("\n\n")[:-1]:
-            lines = block.split("\n")
-            if lines[0].startswith(":"):
-                assert len(lines) == 1, block
-                continue
+            lines = [line for line in block.split("\n") if not line.startswith(":")]
             assert [line.split(": ", 1)[0] for line in lines] in (["id", "data"], ["data"]), block
             data = lines[-1].removeprefix("data: ")
             events.append(data if data == "[DONE]" else json.loads(data, parse_constant=_refuse))

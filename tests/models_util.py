@@ -106,7 +106,12 @@ def make_reference(case: str) -> Any:
     config = getattr(transformers, class_name)(**(_SHAPE | options))
     config._attn_implementation = "eager"
     torch.manual_seed(20)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    return randomize(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def randomize(model: Any) -> Any:
+    """The model with weights large enough that greedy draws have gaps, float32, for inference."""
+    model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:

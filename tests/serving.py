@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 from starlette.types import ASGIApp
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
 from aserve import Engine, EngineConfig, Tokenizer
@@ -40,7 +40,7 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path, *, chat_template: str | None = None) -> None:
+def write_tokenizer(directory: Path, *, chat_template: str | None = None, add_bos: bool = False) -> None:
     """A tokenizer.json and tokenizer_config.json with a token for every byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*SPECIALS, *letters, *("".join(pair) for pair in MERGES)]
@@ -49,6 +49,10 @@ def write_tokenizer(directory: Path, *, chat_template: str | None = None) -> Non
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS)]
+        )
     tokenizer.save(str(directory / "tokenizer.json"))
     options: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
     if chat_template is not None:

@@ -51,8 +51,8 @@ LAYERS = (
     _layer("words", "config errors request plan", "", stdlib_only=True),
     _layer(
         "pure",
-        "admission batch block_manager deadlines detokenizer lazy_heap metrics policy preemption prefix_cache residency"
-        " scheduler seat waiting",
+        "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
+        " residency scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
@@ -68,7 +68,9 @@ LAYERS = (
         WEB | {"torch"},
     ),
     _layer("public", "aserve", "words pure async"),
-    _layer("program", "cli __main__ bench.*", "words pure models executor async public routes program"),
+    _layer(
+        "program", "cli simulation.command __main__ bench.*", "words pure models executor async public routes program"
+    ),
     _layer("routes", "routes.*", "public", frozenset({"torch", "transformers"})),
 )
 

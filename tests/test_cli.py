@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 import routes.server
 from aserve import cli
 from aserve.config import EngineConfig
+from tests.serving import LLAMA
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,6 +94,7 @@ def test_http_flags_make_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--host", "0.0.0.0", "--port", "0", "--served-model-name", "a", "--served-model-name", "b"),
         *("--api-key", "k", "--api-key", "l", "--cors-origin", "*", "--max-body-bytes", "10"),
         *("--drain-timeout", "1.5", "--ping-interval", "2", "--log-level", "warning", "--app", "m:f"),
+        *("--root-path", "/llm", "--ssl-keyfile", "key", "--ssl-certfile", "cert"),
     ]
     _, options = served(monkeypatch, *flags)
     assert options == routes.server.ServerOptions(
@@ -104,13 +107,26 @@ def test_http_flags_make_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
         drain_timeout=1.5,
         ping_interval=2.0,
         log_level="warning",
+        root_path="/llm",
+        ssl_keyfile="key",
+        ssl_certfile="cert",
         app="m:f",
     )
+
+
+def test_keys_come_from_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a\nb\n")
+    _, options = served(monkeypatch, "--api-key", "c", "--api-key-file", str(tmp_path / "keys"))
+    assert options.api_keys == ("c", "a", "b")
+    (tmp_path / "keys").write_text("\n")
+    assert cli.main(["serve", "--api-key-file", str(tmp_path / "keys")]) == 2
 
 
 @pytest.mark.parametrize(
     "argv",
     [
+        ["serve", "--api-key-file", "/nonexistent"],
+        ["serve", "--port", "0", "--ssl-keyfile", "key.pem"],
         ["serve", "--block-size", "3"],
         ["serve", "--port", "70000"],
         ["serve", "/nonexistent", "--port", "0"],
@@ -125,9 +141,53 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(argv: Sequence[str], capsys:
     assert message.count("\n") == 1
 
 
-def test_models_lists_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_lists_what_can_be_served_and_what_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "aserve" / "abc-v1").mkdir(parents=True)
+    (tmp_path / "aserve" / "abc-v1" / "config.json").write_text('{"model_type": "some_type"}')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["models"]) == 0
-    assert "gguf" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for expected in ("gguf", "LlamaForCausalLM", "abc-v1", "some_type"):
+        assert expected in out
+
+
+def test_generate_streams_the_text_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load-format", "dummy", "--dtype", "float32", "--num-gpu-blocks-override", "16", "--num-threads", "1"]
+    asked = ["generate", str(LLAMA), "hello", "--max-tokens", "4", "--temperature", "0", *flags]
+    assert cli.main(asked) == 0
+    first = capsys.readouterr().out
+    assert len(first) >= 2
+    assert cli.main([*asked, "--chat"]) == 0
+    assert capsys.readouterr().out != first
+
+
+def test_ctrl_c_ends_generate_cleanly() -> None:
+    flags = ["--load-format", "dummy", "--dtype", "float32", "--num-gpu-blocks-override", "16", "--num-threads", "1"]
+    endless = ["--max-tokens", "200", "--temperature", "0"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "aserve", "generate", str(LLAMA), "q", *endless, *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.read(1)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert err.strip() == b""
+
+
+def test_a_request_that_is_refused_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load-format", "dummy", "--dtype", "float32", "--num-gpu-blocks-override", "16", "--num-threads", "1"]
+    assert cli.main(["generate", str(LLAMA), "x" * 500, *flags]) == 1
+    assert "context" in capsys.readouterr().err
 
 
 def test_a_command_is_asked_for() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from aserve.errors import ConfigError
 from aserve.models import Model
-from aserve.models.loader import load_model, supported_architectures
+from aserve.models.loader import load_model, native_architectures
 from aserve_kernels import load
 from tests.models_util import PagedMemory, load_saved, make_reference, resolved
 
@@ -71,8 +71,9 @@ def test_dummy_weights_need_only_a_config_and_follow_the_seed(saved: Path) -> No
     assert one.isfinite().all()
 
 
-def test_dummy_weights_serve_a_family_whose_norms_are_stored_around_zero(tmp_path: Path) -> None:
-    make_reference("gemma3").save_pretrained(tmp_path)
+@pytest.mark.parametrize("case", ["gemma3", "gptneox", "mixtral", "opt"])
+def test_dummy_weights_serve_every_kind_of_decoder(case: str, tmp_path: Path) -> None:
+    make_reference(case).save_pretrained(tmp_path)
     logits = some_logits(load_dummy(tmp_path, dtype=torch.bfloat16))
     assert logits.isfinite().all()
     assert logits.std() > 0
@@ -120,9 +121,9 @@ def test_a_quantized_checkpoint_is_refused_with_its_method(saved: Path) -> None:
 
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(saved: Path) -> None:
     change_config(saved, architectures=["MambaForCausalLM"])
-    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*supported: .*LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*native: .*LlamaForCausalLM"):
         load_saved(saved)
-    assert "Gemma3ForCausalLM" in supported_architectures()
+    assert "Gemma3ForCausalLM" in native_architectures()
 
 
 @pytest.mark.parametrize(

@@ -361,3 +361,35 @@ async def test_the_app_can_be_mounted_in_another() -> None:
             host, "/llm/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"authorization": "Bearer k"}
         )
         assert reply.status == 200
+
+
+async def test_the_openapi_document_names_every_route_and_body() -> None:
+    async with application() as app:
+        document = (await get(app, "/openapi.json")).json()
+        routes = {route.path.replace(":path", "") for route in app.routes}  # type: ignore[attr-defined]
+    assert document["openapi"] == "3.1.0"
+    assert set(document["paths"]) == routes - {"/openapi.json"}
+    fields = document["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "temperature", "tools"} <= set(fields)
+
+
+async def test_a_bug_is_a_500_in_the_openai_shape_that_carries_the_request_id() -> None:
+    async with serving() as engine:
+        app = create_app(engine)
+        replies: list[Reply] = []
+
+        def broken() -> dict[str, Any]:
+            raise ZeroDivisionError
+
+        engine.default_sampling = broken  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):  # for the server's log
+            await post(
+                app,
+                "/v1/completions",
+                {"prompt": "a"},
+                headers={"x-request-id": "mine"},
+                on_message=lambda reply: replies.append(reply),
+            )
+    assert replies[0].status == 500
+    assert replies[0].headers["x-request-id"] == "mine"
+    assert replies[0].json()["error"]["message"] == "internal error"

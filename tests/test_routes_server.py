@@ -1,65 +1,18 @@
-"""The server as a process: real sockets, signals, exit codes."""
+"""The server as a process, and what it binds and builds before it serves."""
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from aserve import ConfigError, EngineConfig
-from routes.server import ServerOptions, bind, build_app, serve
-
-ROOT = Path(__file__).resolve().parent.parent
-LONG = {"prompt": "abc", "max_tokens": 4000, "temperature": 0, "stream": True}
-
-
-class Process:
-    """A running server."""
-
-    def __init__(self, child: subprocess.Popen[str], port: int) -> None:
-        self.child = child
-        self.url = f"http://127.0.0.1:{port}"
-
-    def wait(self) -> int:
-        return self.child.wait(timeout=30)
-
-
-@contextmanager
-def server(drain_timeout: float = 30.0) -> Iterator[Process]:
-    """A server over the fake model that answers /health with 200."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve_fake", "0", str(drain_timeout)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert child.stdout is not None
-        process = Process(child, int(child.stdout.readline()))
-        with httpx.Client(timeout=30) as client:
-            while client.get(process.url + "/health").status_code != 200:
-                pass
-        yield process
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def events(lines: Iterator[str]) -> Iterator[Any]:
-    for line in lines:
-        if line.startswith("data: "):
-            data = line.removeprefix("data: ")
-            yield data if data == "[DONE]" else json.loads(data)
+from aserve import ConfigError
+from routes.server import ServerOptions, bind, build_app
+from tests.process import LONG, events, server
 
 
 def test_a_stream_over_a_real_socket_and_a_clean_stop() -> None:
@@ -74,51 +27,6 @@ def test_a_stream_over_a_real_socket_and_a_clean_stop() -> None:
         assert process.wait() == 0
 
 
-def test_sigterm_refuses_new_requests_and_lets_open_ones_finish() -> None:
-    with server() as process, httpx.Client(timeout=30) as client:
-        body = LONG | {"max_tokens": 300}
-        with client.stream("POST", process.url + "/v1/completions", json=body) as response:
-            received = events(response.iter_lines())
-            next(received)
-            process.child.send_signal(signal.SIGTERM)
-            while (
-                refused := httpx.post(process.url + "/v1/completions", json=body | {"max_tokens": 1, "stream": False})
-            ).is_success:
-                pass
-            assert refused.status_code == 503
-            assert "retry-after" in refused.headers
-            assert refused.headers["connection"] == "close"
-            rest = list(received)
-        assert rest[-1] == "[DONE]"
-        assert rest[-2]["choices"][0]["finish_reason"] == "length"
-        assert process.wait() == 0
-
-
-def test_what_outlives_the_drain_timeout_ends_with_an_error_event() -> None:
-    with server(drain_timeout=0.1) as process, httpx.Client(timeout=30) as client:
-        with client.stream("POST", process.url + "/v1/completions", json=LONG) as response:
-            received = events(response.iter_lines())
-            next(received)
-            process.child.send_signal(signal.SIGTERM)
-            rest = list(received)
-        assert "error" in rest[-1]
-        assert process.wait() == 1
-
-
-def test_a_second_signal_ends_at_once() -> None:
-    with server(drain_timeout=1000) as process, httpx.Client(timeout=30) as client:
-        with client.stream("POST", process.url + "/v1/completions", json=LONG) as response:
-            received = events(response.iter_lines())
-            next(received)
-            process.child.send_signal(signal.SIGINT)
-            while httpx.get(process.url + "/health").status_code == 200:
-                pass
-            process.child.send_signal(signal.SIGINT)
-            rest = list(received)
-        assert "error" in rest[-1]
-        assert process.wait() == 1
-
-
 def test_a_client_that_is_killed_frees_its_blocks() -> None:
     with server() as process:
         with (
@@ -129,14 +37,6 @@ def test_a_client_that_is_killed_frees_its_blocks() -> None:
         with httpx.Client(timeout=30) as client:
             while "aserve_kv_blocks_used 0.0" not in client.get(process.url + "/metrics").text:
                 pass
-
-
-def test_a_busy_port_is_found_before_anything_is_loaded() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError) as caught:
-            serve(EngineConfig(model="/nonexistent"), ServerOptions(port=port))
-    assert str(port) in caught.value.message
 
 
 def test_a_port_that_is_none_is_refused() -> None:

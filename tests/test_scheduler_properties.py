@@ -57,13 +57,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, **options: Any) -> None:
         self.driver = Driver(max_model_len=64, **options)
-        self.failures: list[StepError | None] = []
+        self.failures: list[str] = []  # whose fault the next steps' failures are
         self.driver.runner.before_step = self.maybe_fail
 
     def maybe_fail(self, plan: StepPlan) -> None:
-        if self.failures and self.failures.pop() is not None:
-            slots = plan.draws[:1]
-            raise StepError("a row is wrong", slots)
+        if self.failures:
+            slots = {"one": plan.draws[:1], "all": (), "none": (99,)}[self.failures.pop()]
+            raise StepError("the step failed", slots)
 
     @rule(
         shared=st.integers(0, len(PREFIX)),
@@ -132,9 +132,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = [each for each in unfinished(self.driver) if each.output]
         self.driver.finish(left[pick % len(left)])
 
-    @rule()
-    def fail_next_step(self) -> None:
-        self.failures.append(StepError(""))
+    @rule(fault=st.sampled_from(["one", "none", "all"]))
+    def fail_next_step(self, fault: str) -> None:
+        self.failures.append(fault)
 
     @precondition(lambda self: self.driver.scheduler.num_running > 0)
     @rule(slot=st.integers(0, 5))

@@ -82,11 +82,6 @@ class DecoderConfig:
     gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
     experts: ExpertsConfig | None = None
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """From config.json. Raises ConfigError for an architecture or an option of it that has no code here."""
-        return FAMILIES[architecture(config)](config)
-
 
 def architecture(config: Mapping[str, Any]) -> str:
     """The class that config.json names. Raises ConfigError where it names none."""

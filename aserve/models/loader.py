@@ -6,6 +6,8 @@ nothing of files. Raises ConfigError before anything is allocated where the mode
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from aserve.errors import ConfigError
@@ -18,6 +20,8 @@ from aserve.models.gpt_families import GPT_FAMILIES
 from aserve.models.weights import CheckpointWeights, DummyWeights, Weights
 from aserve_kernels import Kernels
 
+ModelImpl = Literal["auto", "native", "transformers"]
+
 
 def load_model(
     files: ModelFiles,
@@ -28,13 +32,23 @@ def load_model(
     load_format: str | None = None,
     seed: int = 0,
     max_positions: int | None = None,
+    model_impl: ModelImpl = "auto",
 ) -> Model:
-    """The model, on `device` in `dtype`. `load_format` "dummy" (default: as the files were resolved) draws random
-    weights by `seed`; `max_positions` bounds its tables to the contexts that will be served."""
-    check_supported(files)
+    """The model, on `device` in `dtype`.
+
+    `load_format` "dummy" (default: as the files were resolved) draws random weights by `seed`; `max_positions` bounds
+    its tables to the contexts that will be served; `model_impl` "auto" takes transformers' code for what has no
+    decoder here.
+    """
+    native = _is_native(files, model_impl)
     device = torch.device(device)
+    dummy = load_format == "dummy" or files.load_format == "dummy"
+    if not native:
+        from aserve.models.hf import TransformersModel
+
+        return TransformersModel(files, dtype=dtype, device=device, kernels=kernels, dummy=dummy, seed=seed)
     weights: Weights
-    if load_format == "dummy" or files.load_format == "dummy":
+    if dummy:
         weights = DummyWeights(device=device, dtype=dtype, seed=seed)
     else:
         weights = CheckpointWeights(files.weights, device=device, dtype=dtype)
@@ -48,20 +62,30 @@ def load_model(
     return model
 
 
-def supported_architectures() -> list[str]:
-    """The names, as config.json spells them, that load_model takes."""
+def native_architectures() -> list[str]:
+    """The names, as config.json spells them, that have a decoder here."""
     return sorted([*FAMILIES, *GPT_FAMILIES])
 
 
-def check_supported(files: ModelFiles) -> None:
-    """Raises ConfigError, naming what is known, for a model that load_model would refuse."""
-    name = architecture(files.config)
-    if name not in FAMILIES and name not in GPT_FAMILIES:
-        known = ", ".join(supported_architectures())
-        raise ConfigError(f"{files.directory} is a {name}, which is not supported; supported: {known}", param="model")
+def _is_native(files: ModelFiles, model_impl: ModelImpl) -> bool:
+    """Which code serves the model. Raises ConfigError, naming what is known, where none does."""
     if (quantized := files.config.get("quantization_config")) is not None:
         kind = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise ConfigError(
             f"{files.directory} is quantized ({kind}), which is not read: use the unquantized model or its GGUF",
             param="model",
         )
+    name = architecture(files.config)
+    if model_impl != "transformers" and (name in FAMILIES or name in GPT_FAMILIES):
+        return True
+    known = f"native: {', '.join(native_architectures())}"
+    if model_impl == "native":
+        raise ConfigError(f"{files.directory} is a {name}, which has no decoder here; {known}", param="model")
+    from aserve.models import hf  # imports all of transformers' models
+
+    if not hf.supports(name):
+        raise ConfigError(
+            f"{files.directory} is a {name}, which neither aserve nor its attention in transformers can run; {known}",
+            param="model",
+        )
+    return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class KVPools:
         shape = (num_gpu_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
 
         def pool() -> Tensor:
-            return torch.zeros(shape, dtype=spec.dtype, device=device)  # zeroed: a masked NaN would still spread
+            return _zeros(shape, spec.dtype, device)  # zeroed: a masked NaN would still spread
 
         self.caches: list[KVCache] = [(pool(), pool()) for _ in range(spec.num_layers)]
         self.block_size = block_size
@@ -72,3 +73,10 @@ class KVPools:
         """Replaces non-finite keys and values of these blocks by zero, so that whoever owns them next is not hurt."""
         for cache in self._flat:
             cache.index_copy_(0, blocks, cache.index_select(0, blocks).nan_to_num_(0.0, 0.0, 0.0))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the host numpy's, which take memory only where they are written (torch writes them all at once)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)).view(dtype)

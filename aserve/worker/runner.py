@@ -26,7 +26,7 @@ from aserve.models.files import ModelFiles
 from aserve.plan import StepPlan, StepResult, StepTimings, WorkerInfo
 from aserve.worker import memory
 from aserve.worker.inputs import SlotState, StepBatch
-from aserve.worker.kv_cache import KVPools
+from aserve.worker.kv_cache import KVPools, block_bytes
 from aserve.worker.prompt_logprobs import PromptLogprobs, PromptPart
 from aserve.worker.sampler import DrawnLogprobs, Sampler
 from aserve_kernels import AttentionMeta, Kernels
@@ -118,6 +118,7 @@ class ModelRunner:
             dtype=str(spec.dtype).removeprefix("torch."),
             max_num_seqs=self.limits.max_num_seqs,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            block_bytes=block_bytes(spec, config.block_size),
             startup_seconds=time.perf_counter() - began,
         )
 

@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     args, bench = parser.parse_known_args()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this program
     directory = str(resolve(None).directory)
     python = [sys.executable, "-m", "aserve", "serve", "--port", "{port}", "--log-level", "warning"]
     servers: dict[str, tuple[list[str], str]] = {}

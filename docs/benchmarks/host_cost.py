@@ -120,13 +120,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--uvloop", action="store_true", help="run the whole on uvloop, as the server does")
     options = parser.parse_args()
+    run = asyncio.run
+    if options.uvloop:
+        import uvloop
+
+        run = uvloop.run
     names = ("schedule", "commit", "detokenize", "deliver")
     print("us per token  " + "".join(f"{name:>12}" for name in (*names, "sum", "whole")))
     for num_streams in options.streams:
         for label, stop in (("", ()), (" + stop", ("\n\n", "User:"))):
             each = parts(num_streams, options.tokens, stop)
-            total = asyncio.run(whole(num_streams, options.tokens, stop))
+            total = run(whole(num_streams, options.tokens, stop))
             row = [*each.values(), sum(each.values()), total]
             print(f"{num_streams:4d}{label:10s}" + "".join(f"{value:12.2f}" for value in row))
 

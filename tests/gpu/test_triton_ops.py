@@ -57,7 +57,9 @@ def pools(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.d
     return key, value
 
 
-def make_meta(query_lens: list[int], seq_lens: list[int], block_size: int, max_seq_len: int | None = None) -> AttentionMeta:
+def make_meta(
+    query_lens: list[int], seq_lens: list[int], block_size: int, max_seq_len: int | None = None
+) -> AttentionMeta:
     """Rows with scattered pages; entries past a row's pages point far outside the pool."""
     longest = max(seq_lens)
     max_blocks = -(-max(longest, max_seq_len or 0) // block_size) + 1
@@ -239,9 +241,7 @@ def test_uniforms_are_the_documented_philox(triton_ops):
     rows = sampling_rows(6)
     tokens = triton_ops.sample(torch.zeros(6, vocab, device=DEVICE), rows)
     quad = torch.arange(vocab // 4, device=DEVICE)
-    words = philox_uniform(
-        rows.seeds[:, None], quad[None, :], rows.output_index[:, None], rows.choices[:, None]
-    )
+    words = philox_uniform(rows.seeds[:, None], quad[None, :], rows.output_index[:, None], rows.choices[:, None])
     uniform = torch.stack(words, dim=-1).reshape(6, vocab)
     assert torch.equal(tokens, uniform.argmax(dim=1))
 

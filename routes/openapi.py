@@ -1,0 +1,98 @@
+"""GET /openapi.json: the routes and the bodies they take, from the same structs that parse them. Built once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from aserve import __version__
+from routes.http import json_response
+from routes.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions"})
+_READS = {
+    "/v1/models": "The served names",
+    "/v1/models/{id}": "One served name",
+    "/health": "Whether the engine can serve",
+    "/ready": "Whether the engine can serve",
+    "/version": "The server's version",
+    "/load": "Requests in flight",
+    "/metrics": "Prometheus text",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    references, components = msgspec.json.schema_components(
+        _BODIES.values(), ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, Any] = {}
+    for (path, kind), schema in zip(_BODIES.items(), references, strict=True):
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        summary = (kind.__doc__ or "").partition(":")[0].rstrip(".")
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(path)}}
+    for path, summary in _READS.items():
+        paths[path] = {"get": {"summary": summary, "responses": _responses(path)}}
+    cancel = {"summary": "Cancel a request in flight", "responses": _responses("/v1/requests/{id}")}
+    paths["/v1/requests/{id}"] = {"delete": cancel}
+    for path, item in paths.items():
+        if "{id}" in path:
+            item["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "aserve", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _responses(path: str) -> dict[str, Any]:
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    content: dict[str, Any] = {kind: {}}
+    if path in _STREAMED:
+        content["text/event-stream"] = {}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {
+        "200": {"description": "The answer", "content": content},
+        "default": {"description": "An error", "content": error},
+    }
+
+
+class OpenAPI:
+    """The handler."""
+
+    def __init__(self) -> None:
+        self._document = document()
+
+    async def get(self, request: Request) -> Response:
+        """The document, with the server's root path."""
+        servers = [{"url": request.scope.get("root_path") or "/"}]
+        return json_response({**self._document, "servers": servers})
