@@ -5,6 +5,7 @@ Handlers only read the engine's public numbers; none waits for a step, so all an
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from aserve import Engine, InvalidRequestError, NotFoundError, Tokenizer, __version__
+from aserve import Engine, EngineDeadError, InvalidRequestError, NotFoundError, Tokenizer, __version__
 from routes.endpoint import Options
 from routes.http import json_response, read_body
 from routes.metrics import exposition
@@ -26,14 +27,25 @@ _INLINE_TOKENS = 4096  # decoded on the loop; more go to a thread
 class Admin:
     """The handlers."""
 
-    def __init__(self, engine: Engine, live: Live, options: Options) -> None:
+    def __init__(
+        self, engine: Engine, live: Live, options: Options, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
         self._live = live
         self._options = options
+        self._clock = clock
+        self._num_steps = -1  # as last seen by a probe
+        self._progress = 0.0  # when a probe last saw it change, or nothing to do
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine can serve; 503 while it loads or drains, and once it is dead."""
+        """200 while the engine serves and its steps end; 503 while it loads or drains, hangs, and once it is dead."""
         self._engine.check()
+        stats, now = self._engine.stats(), self._clock()
+        busy = stats.num_running + stats.num_swapped + stats.num_waiting
+        if not busy or stats.num_steps != self._num_steps:
+            self._num_steps, self._progress = stats.num_steps, now
+        elif now - self._progress > self._options.stall_timeout:
+            raise EngineDeadError(f"no step has ended for {now - self._progress:.0f} seconds")
         return json_response({"status": "ok"})
 
     async def version(self, request: Request) -> Response:

@@ -26,11 +26,12 @@ from routes.sse import EventStream
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What create_app was told. `ping_interval` in seconds."""
+    """What create_app was told. Seconds: `ping_interval`, and how long a step may take before health says so."""
 
     served_model_names: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
+    stall_timeout: float = 60.0
 
     def names(self, engine: Engine) -> tuple[str, ...]:
         """What clients may call the model: the engine's own name where no other was given."""

@@ -19,6 +19,8 @@ Entry = TokenLogprobs | int  # an id alone is a prompt's first token, which noth
 class Decoder(Protocol):
     """The part of a tokenizer that this file needs."""
 
+    bos_token_id: int | None
+
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
@@ -47,7 +49,8 @@ def completion_logprobs(
         best = None if top is None else {token_text(decoder, i)[0]: max(value, FLOOR) for i, value in top[:num_top]}
         shape["top_logprobs"].append(best if best is None else {**best, text: shape["token_logprobs"][-1]})
         shape["text_offset"].append(offset)
-        offset += len(raw.decode(errors="ignore"))
+        if decoder is not None and token_id != decoder.bos_token_id:  # which no text shows
+            offset += len(raw.decode(errors="ignore"))
     return shape
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from aserve.detokenizer import Detokenizer, StopFinder, TokenTable, WindowDetokenizer, from_table, table_style
-from aserve.tokenizer import _part
+from aserve.models.files import resolve
+from aserve.tokenizer import _part, load
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -198,3 +199,22 @@ def test_a_held_back_tail_comes_out_when_it_is_ruled_out() -> None:
 def test_a_regex_replace_is_left_to_the_tokenizer() -> None:
     decoder = decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.ByteFallback(), decoders.Fuse()])
     assert table_style(_part(decoder)) is None
+
+
+def test_the_demo_models_vocabulary_decodes_the_same_in_pieces() -> None:
+    files = resolve(None)
+    assert files.tokenizer is not None
+    tokenizer = load(files.tokenizer)
+    byte_tokens = [tokenizer.encode(f"<0x{byte:02X}>", False)[0] for byte in range(256)]
+    rng = random.Random(0)
+    for _ in range(500):
+        ids: list[int] = []
+        for _ in range(rng.randrange(1, 20)):
+            text = rng.choice(CORPUS)
+            start = rng.randrange(len(text))
+            ids += tokenizer.encode(text[start:], False)
+            ids += [byte_tokens[byte] for byte in rng.choice("é你🎉𒀀").encode()[: rng.randrange(5)]]
+            ids.append(rng.randrange(tokenizer.vocab_size))
+        for skip in (True, False):
+            decoder = tokenizer.detokenizer((), skip)
+            assert "".join([*map(decoder.push, ids), decoder.flush()]) == tokenizer.decode(ids, skip)

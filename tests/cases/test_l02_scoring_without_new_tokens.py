@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.asgi import post
-from tests.serving import drawing, joined
+from tests.serving import BOS, LETTERS, drawing, joined
 
 pytestmark = pytest.mark.anyio
 
@@ -28,6 +28,15 @@ async def test_the_prompt_is_scored_and_nothing_is_generated() -> None:
     assert stream.events()[0]["choices"][0]["logprobs"] == scores
     assert longer["token_logprobs"][:5] == pytest.approx(scores["token_logprobs"], abs=1e-4)
     assert len(longer["tokens"]) == 8
+
+
+async def test_text_offsets_do_not_count_a_bos_that_the_text_does_not_show() -> None:
+    async with drawing() as app:
+        body = {"prompt": [BOS, *LETTERS[:3]], "echo": True, "logprobs": 0, "max_tokens": 0}
+        [choice] = (await post(app, "/v1/completions", body)).json()["choices"]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["tokens"] == ["<bos>", "a", "b", "c"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
 
 
 async def test_prompt_logprobs_have_one_entry_per_position() -> None:

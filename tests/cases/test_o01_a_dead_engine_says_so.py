@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+from typing import cast
 
 import anyio
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from aserve.plan import StepPlan
+from routes.admin import Admin
 from routes.app import create_app
+from routes.endpoint import Options
+from routes.records import Live
 from tests.asgi import Reply, get, post
 from tests.serving import VOCAB_SIZE, EchoRunner, serving
 
@@ -47,3 +53,30 @@ async def test_nothing_claims_to_be_well_once_the_model_is_gone() -> None:
             else:
                 assert reply.status == 503
         assert after.status == health.status == 503
+
+
+async def test_health_notices_a_step_that_hangs() -> None:
+    gate = threading.Event()
+    now = 0.0
+    runner = EchoRunner(
+        num_gpu_blocks=64,
+        block_size=16,
+        max_model_len=256,
+        vocab_size=VOCAB_SIZE,
+        before_step=lambda plan: cast(None, gate.wait(10)),
+    )
+    async with serving(runner=runner) as engine, anyio.create_task_group() as tasks:
+        app = create_app(engine)
+        admin = Admin(engine, Live(), Options(), clock=lambda: now)
+        probe = Starlette(routes=[Route("/health", admin.health)], exception_handlers=app.exception_handlers)
+        tasks.start_soon(post, app, "/v1/completions", {"prompt": "ab", "max_tokens": 2})
+        while not runner.plans:
+            await anyio.lowlevel.checkpoint()
+        statuses = []
+        for now in (0.0, 59.0, 61.0):  # noqa: B007 (the clock reads it)
+            statuses.append((await get(probe, "/health")).status)
+        gate.set()
+        while engine.stats().num_running:
+            await anyio.lowlevel.checkpoint()
+        statuses.append((await get(probe, "/health")).status)
+    assert statuses == [200, 200, 503, 200]
