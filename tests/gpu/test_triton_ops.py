@@ -296,3 +296,22 @@ def test_small_linear_equals_the_librarys(dtype, outputs, size, num_tokens, with
     if num_tokens <= MAX_TOKENS:
         assert_near(small_linear(x, weight, bias, vector=vector, num_warps=4, num_stages=3, **tile), wanted, dtype)
     assert_near(linear(x, weight, bias), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if DEVICE == "cpu" else [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 9])
+@pytest.mark.parametrize(("activation", "with_bias"), [("silu", False), ("gelu_tanh", True), ("gelu", False)])
+@pytest.mark.parametrize("vector", [False, True])
+def test_gated_linear_equals_its_parts(torch_ops, dtype, num_tokens, activation, with_bias, vector):
+    from aserve_kernels.triton.linear import MAX_TOKENS, gated_linear, small_linear
+
+    x, weight = randn(num_tokens, 512, dtype=dtype), randn(2 * 300, 512, dtype=dtype, scale=512**-0.5)
+    bias = randn(600, dtype=dtype) if with_bias else None
+    wide_bias = None if bias is None else bias.float()
+    wanted = torch_ops.gated_mlp(torch.nn.functional.linear(x.float(), weight.float(), wide_bias), activation)
+    tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
+    if num_tokens <= MAX_TOKENS:
+        found = small_linear(x, weight, bias, activation, vector=vector, num_warps=4, num_stages=3, **tile)
+        assert_near(found, wanted, dtype)
+    if DEVICE == "cuda":
+        assert_near(gated_linear(x, weight, bias, activation), wanted, dtype)
