@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Batch = list[tuple[list[int], SamplingParams]]
 Requests = Callable[["Engine"], Batch]
-_SWITCH_INTERVAL = 0.0005  # seconds a thread may hold the interpreter, as `aserve serve` sets it
+_SWITCH_INTERVAL = 1e-4  # seconds a thread may hold the interpreter, as `aserve serve` sets it
 
 
 def latency(config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--profile", metavar="DIR")
     parser.add_argument("--json-out")
     args = parser.parse_args()
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(1e-4)
     results = []
     for model in args.models:
         results.append(uvloop.run(measure(model, args)))
