@@ -49,7 +49,7 @@ class PackedLinear:
 class GatedLinear:
     """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U] and bias [2F] = [g | u].
 
-    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernel does for a few tokens;
+    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernel does for one token;
     otherwise `gated_mlp` (ops.Kernels') follows one product.
     """
 

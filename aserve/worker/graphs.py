@@ -89,14 +89,15 @@ class StepGraphs:
         self._uploaded: tuple[tuple[int, ...], Bucket] | None = None  # what the decode buffer holds
 
     def warm(self) -> None:
-        """Compiles what decode steps need and captures the largest, so that smaller ones fit in its memory."""
+        """Captures the largest decode steps, so that smaller ones fit in their memory, and compiles what a first
+        request needs."""
+        nothing = StepPlan(0)
         for options in (DrawOptions(), DrawOptions(all_greedy=False)):
-            bucket = Bucket(self._max_rows, 0, 0, options)
-            words = self._words[True]
-            self._upload(words, _pack_decodes((), bucket, self._state.padding_slot))
-            rows = _views(words, bucket)
-            self._step(rows, bucket)
-            self._captured[bucket] = self._capture(rows, bucket)
+            for size in (self._max_rows, 1):
+                bucket = Bucket(size, 0, 0, options)
+                self._first(bucket, self._words[True], _pack_decodes((), bucket, self._state.padding_slot))
+        bucket = Bucket(0, _CHUNK_ROWS[0], _chunk_bucket(1), DrawOptions())
+        self._first(bucket, self._words[False], _pack_mixed(nothing, bucket, self._state.padding_slot))
 
     def takes(self, plan: StepPlan) -> bool:
         """True where the plan's shape has a bucket. Options that need the sampler's extras are the runner's to see."""
@@ -122,6 +123,12 @@ class StepGraphs:
         if captured is not None:
             captured.graph.replay()
             return captured.drawn
+        return self._first(bucket, words, None)
+
+    def _first(self, bucket: Bucket, words: Tensor, packed: np.ndarray | None) -> Tensor:
+        """A bucket's first step: runs it as it is, over `packed` where given, and captures it for the next."""
+        if packed is not None:
+            self._upload(words, packed)
         rows = _views(words, bucket)
         drawn = self._step(rows, bucket)
         self._captured[bucket] = self._capture(rows, bucket)

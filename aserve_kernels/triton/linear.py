@@ -15,7 +15,7 @@ from torch.nn import functional
 from aserve_kernels.triton.launch import begin, overlapped, prefetch
 from aserve_kernels.triton.norm import activate, gated_mlp
 
-MAX_TOKENS = 8  # the library's GEMM is as quick from here on
+MAX_TOKENS = 64  # the library's GEMM is as quick from here on
 
 
 @triton.jit
@@ -168,10 +168,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """act(x G^T + g) * (x U^T + u) for weight [2 F, K] = [G | U]: one kernel for up to MAX_TOKENS tokens."""
-    if not _is_small(x, weight):
-        return gated_mlp(functional.linear(x, weight, bias), activation)
-    tile = _tile(x.shape[0], *weight.shape)
+    """act(x G^T + g) * (x U^T + u) for weight [2 F, K] = [G | U]: one kernel for one token, else two."""
+    if x.shape[0] != 1 or not _is_small(x, weight):
+        return gated_mlp(linear(x, weight, bias), activation)
+    tile = _tile(1, *weight.shape)
     tile["BLOCK_N"] //= 2  # as many rows of weight in a program as without an activation
     return small_linear(x, weight, bias, activation, **tile)
 
@@ -186,8 +186,18 @@ def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
     if num_tokens == 1:
         block_n = 2 if num_outputs <= 1024 else 4
         return dict(vector=True, BLOCK_N=block_n, BLOCK_K=2048 if size > 1024 else 512, num_warps=4, num_stages=3)
-    if num_tokens <= 4 and num_outputs <= 1024:
-        return dict(vector=True, BLOCK_N=4, BLOCK_K=1024, num_warps=4, num_stages=3)
-    if num_outputs <= 4096 and size > 1024:
-        return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4)
-    return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)
+    if num_outputs <= 1024:
+        if num_tokens <= 4:
+            return dict(vector=True, BLOCK_N=4, BLOCK_K=1024, num_warps=4, num_stages=3)
+        if num_tokens <= 16:
+            return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4 if num_tokens <= 8 else 3)
+        return dict(vector=False, BLOCK_N=16, BLOCK_K=256, num_warps=4, num_stages=5)
+    if num_outputs >= 16384:
+        return dict(vector=False, BLOCK_N=128, BLOCK_K=128, num_warps=8, num_stages=4)
+    if size > 8192 or (size > 1024 and num_outputs <= 4096):
+        if num_tokens <= 8:
+            return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4)
+        if num_tokens <= 32:
+            return dict(vector=False, BLOCK_N=32, BLOCK_K=256, num_warps=4, num_stages=5)
+        return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=6)
+    return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=5)
