@@ -1,14 +1,16 @@
 """A step as one CUDA graph replay, from slot state to sampled ids, for padded bucket sizes.
 
 Owned by runner.py, which asks `takes` and then `run`, on the model thread. A bucket's first step runs eagerly over the
-padded inputs, which compiles what it needs, and is captured right after; nothing waits for a capture at start. All graphs
-share one memory pool. What is captured reads no host value: lengths, positions and last tokens are slot state.
+padded inputs, which compiles what it needs, and is captured right after; nothing waits for a capture at start. All
+graphs share one memory pool. What is captured reads no host value: lengths, positions and last tokens are slot state.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from aserve_kernels import AttentionMeta, Kernels, SamplingRows
 from aserve_kernels.triton.step import SlotTensors, StepRows, commit_draws, step_inputs
 
 MAX_TOKENS = 2048  # of chunks: a longer step keeps the device busy for longer than its launches take
+_log = logging.getLogger("aserve.worker")
 _CHUNK_ROWS = (4, 16, 64, 256)  # buckets of the number of chunks
 
 
@@ -81,7 +84,7 @@ class StepGraphs:
         self._max_chunk_tokens = max_tokens
         self._slots = SlotTensors(**{name: getattr(state, name) for name in SlotTensors.__slots__})
         self._captured: dict[Bucket, Captured | None] = {}
-        self._recording: tuple[torch.cuda.Stream, tuple[int, int]] | None = None  # a side stream, the graphs' pool
+        self._recording: tuple[torch.cuda.Stream, Any] | None = None  # a side stream, the graphs' pool
         largest = Bucket(_round_up(max_num_seqs, 32), _CHUNK_ROWS[-1], _chunk_bucket(max_tokens), DrawOptions())
         words = sum(largest.sizes)
         # decode steps have their own buffer, so that a mixed step in between does not cost them an upload
@@ -106,7 +109,7 @@ class StepGraphs:
         return (
             tokens <= self._max_chunk_tokens
             and max(len(plan.chunks), draws) <= _CHUNK_ROWS[-1]
-            and 0 < len(plan.decodes) + draws
+            and len(plan.decodes) + draws > 0
         )
 
     def run(self, plan: StepPlan) -> Tensor:
@@ -119,11 +122,13 @@ class StepGraphs:
         elif self._uploaded is None or self._uploaded[0] is not plan.decodes or self._uploaded[1] != bucket:
             self._upload(words, _pack_decodes(plan.decodes, bucket, self._state.padding_slot))
             self._uploaded = (plan.decodes, bucket)
-        captured = self._captured.get(bucket)
-        if captured is not None:
-            captured.graph.replay()
-            return captured.drawn
-        return self._first(bucket, words, None)
+        if bucket not in self._captured:
+            return self._first(bucket, words, None)
+        captured = self._captured[bucket]
+        if captured is None:  # this model cannot be captured
+            return self._step(_views(words, bucket), bucket)
+        captured.graph.replay()
+        return captured.drawn
 
     def _first(self, bucket: Bucket, words: Tensor, packed: np.ndarray | None) -> Tensor:
         """A bucket's first step: runs it as it is, over `packed` where given, and captures it for the next."""
@@ -166,9 +171,19 @@ class StepGraphs:
         return commit_draws(tokens, hidden, logits, rows, inputs, self._slots)
 
     def _capture(self, rows: StepRows, bucket: Bucket) -> Captured | None:
-        """Records the step without running it. torch.cuda.graph would synchronize and collect garbage first."""
+        """Records the step without running it; None where the model does what a graph cannot hold, like reading a
+        device value. torch.cuda.graph would synchronize and collect garbage first."""
+        try:
+            return self._record(rows, bucket)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self._state.device)  # a real fault is raised here
+            _log.warning("steps of %d tokens run without a CUDA graph: %s", bucket.num_tokens, error)
+            return None
+
+    def _record(self, rows: StepRows, bucket: Bucket) -> Captured:
         if self._recording is None:
-            self._recording = (torch.cuda.Stream(self._state.device), torch.cuda.graph_pool_handle())
+            stream = torch.cuda.Stream(self._state.device)  # type: ignore[no-untyped-call]
+            self._recording = (stream, torch.cuda.graph_pool_handle())
         stream, pool = self._recording
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
@@ -232,7 +247,7 @@ def _chunk_bucket(count: int) -> int:
 
 
 def _views(words: Tensor, bucket: Bucket) -> StepRows:
-    return StepRows(*words[: sum(bucket.sizes)].split(bucket.sizes))
+    return StepRows(*torch.split(words[: sum(bucket.sizes)], bucket.sizes))
 
 
 def _pack_decodes(decodes: tuple[int, ...], bucket: Bucket, padding_slot: int) -> np.ndarray:

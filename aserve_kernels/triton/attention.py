@@ -200,7 +200,7 @@ def _decode_kernel(
     normal = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLITS == 1:
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
-    elif active <= 1:
+    elif active <= 1:  # noqa: SIM114  (the branch above is taken while compiling)
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         # one partial result per split: [row, kv head, split, group, D], with the log of its weight beside it
@@ -315,7 +315,7 @@ def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, min_split: in
 def _arrival_counters(key_cache: Tensor, count: int) -> Tensor:
     """Zeroed counters that outlive the launch (the kernel resets them). Made before a capture where possible: the
     runner warms every bucket up, largest first."""
-    counters = _arrivals.get(key_cache)
+    counters: Tensor | None = _arrivals.get(key_cache)
     if counters is None or counters.numel() < count:
         counters = torch.zeros(max(count, 4096), dtype=torch.int32, device=key_cache.device)
         if not (key_cache.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -460,7 +460,5 @@ def paged_attention(
     if meta.num_decodes:
         decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
     if meta.seq_lens.shape[0] > meta.num_decodes:
-        chunk_attention(
-            out, query, key_cache, value_cache, meta, scale, window, softcap, first_row=meta.num_decodes
-        )
+        chunk_attention(out, query, key_cache, value_cache, meta, scale, window, softcap, first_row=meta.num_decodes)
     return out.view(query.shape[0], -1)

@@ -164,7 +164,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] -> [..., N]: our kernels for up to MAX_TOKENS tokens, the library's GEMM otherwise."""
     if not _is_small(x, weight):
         return functional.linear(x, weight, bias)
-    return small_linear(x, weight, bias, **_tile(x.shape[0], *weight.shape))
+    return small_linear(x, weight, bias, None, **_tile(x.shape[0], *weight.shape))
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
