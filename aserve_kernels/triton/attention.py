@@ -198,9 +198,9 @@ def _decode_kernel(
         PRECISION,
     )
     normal = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if SPLITS == 1:
+    if SPLITS == 1:  # noqa: SIM114  (decided while compiling)
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
-    elif active <= 1:  # noqa: SIM114  (the branch above is taken while compiling)
+    elif active <= 1:
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         # one partial result per split: [row, kv head, split, group, D], with the log of its weight beside it
