@@ -50,11 +50,11 @@ class PackedLinear:
 class GatedLinear:
     """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U] and bias [2F] = [g | u].
 
-    On CPU oneDNN activates and multiplies while it stores its products; elsewhere `gated_mlp` (ops.Kernels') follows
-    one product.
+    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernel does for one token;
+    otherwise `gated_mlp` (ops.Kernels') follows one product.
     """
 
-    __slots__ = ("_activation", "_bias", "_fused", "_gate", "_gated_mlp", "_up")
+    __slots__ = ("_activation", "_bias", "_few", "_fused", "_gate", "_gated_mlp", "_up")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, activation: str, gated_mlp: Callable[[Tensor, str], Tensor]
@@ -67,9 +67,16 @@ class GatedLinear:
             self._bias = (None, None) if bias is None else bias.chunk(2)
         else:
             self._fused = PackedLinear(weight, bias)
+        self._few: Callable[..., Tensor] | None = None
+        if weight.device.type == "cuda":
+            from aserve_kernels.triton.linear import gated_linear
+
+            self._few = gated_linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, F]."""
+        if self._few is not None and self._fused is not None:
+            return self._few(x, self._fused.weight, self._fused.bias, self._activation)
         if self._fused is not None:
             return self._gated_mlp(self._fused(x), self._activation)
         name, variant = _ONEDNN_ACTIVATIONS[self._activation]

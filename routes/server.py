@@ -12,6 +12,7 @@ import importlib
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from routes.app import create_app
 log = logging.getLogger("aserve.server")
 
 _CLOSE_SECONDS = 5.0  # for the last error events to reach slow readers
+_SWITCH_INTERVAL = 1e-4  # seconds that the event loop may keep the interpreter from the model thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     with bind(options.host, options.port) as listener:
         return serve_engine(Engine(config), listener, options)
 

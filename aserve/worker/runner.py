@@ -6,6 +6,7 @@ step's draws reach the host in one copy that `wait` waits for, so that the next 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -104,6 +105,8 @@ class ModelRunner:
         self.prompt_logprobs = PromptLogprobs(self.model, self.sampler)
         self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
         logger.info("# GPU blocks: %d, # CPU blocks: %d", sizes.num_gpu_blocks, sizes.num_cpu_blocks)
+        gc.collect()
+        gc.freeze()  # a full collection that walks torch's and the model's objects would stop every thread for 0.2 s
         return WorkerInfo(
             num_gpu_blocks=sizes.num_gpu_blocks,
             num_cpu_blocks=sizes.num_cpu_blocks,
