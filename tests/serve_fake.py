@@ -1,8 +1,7 @@
 """`aserve serve` over the fake model, in a process of its own: python -m tests.serve_fake PORT [JSON].
 
 The JSON object has fields of ServerOptions and of EngineConfig, and `fault`: what goes wrong once a request's prompt
-begins with "!" (raise, hang, exit, short, nan, memory). A step takes `step` seconds (5 ms), so that signals arrive while
-streams are open.
+begins with "!" (see FaultyRunner). A step takes `step` seconds (5 ms), so that signals arrive while streams are open.
 """
 
 from __future__ import annotations
