@@ -243,6 +243,8 @@ class Batch:
             num_committed = seat.sequence.num_tokens - 1  # the last token has been drawn but not computed
             self.publish(seat, num_committed)
             self._look_again(seat, num_committed)
+        else:
+            seat.look_at = seat.limit  # a preempted seat's draws in flight publish nothing, and may be its last
 
     def _look_again(self, seat: Seat, num_tokens: int) -> None:
         """Sets look_at to the output length that fills the next block after `num_tokens` positions, or to the last."""

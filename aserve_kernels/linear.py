@@ -1,7 +1,8 @@
-"""A linear layer whose weight is laid out once for the device that reads it.
+"""Linear layers whose weights are laid out once for the device that reads them.
 
-On CPU the weight is reordered for oneDNN at construction: plain `F.linear` reads bfloat16 weights at half the speed
-that the memory gives. On CUDA a few tokens go to our own kernels, the rest to `F.linear`. Models build one per fused weight; nothing here knows a model.
+On CPU a weight is reordered for oneDNN at construction: plain `F.linear` reads bfloat16 weights at half the speed that
+the memory gives. On CUDA a few tokens go to our own kernels, the rest to `F.linear`. Models build one per fused
+weight; nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ class PackedLinear:
             from aserve_kernels.triton.linear import linear
 
             self._linear = linear
-        if weight.device.type == "cpu" and _packs(weight.dtype):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-            use_huge_pages(torch.ops.mkldnn.data_ptr(self.packed), torch.ops.mkldnn._nbytes(self.packed))
+        if _packs(weight):
+            self.packed = _pack(weight)
             self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,12 +46,53 @@ class PackedLinear:
         return self._linear(x, self.weight, self.bias)
 
 
-def _packs(dtype: torch.dtype) -> bool:
-    """True where oneDNN has a packed product for this dtype on this processor."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+class GatedLinear:
+    """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U] and bias [2F] = [g | u].
+
+    On CPU oneDNN activates and multiplies while it stores its products; elsewhere `gated_mlp` (ops.Kernels') follows
+    one product.
+    """
+
+    __slots__ = ("_activation", "_bias", "_fused", "_gate", "_gated_mlp", "_up")
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activation: str, gated_mlp: Callable[[Tensor, str], Tensor]
+    ) -> None:
+        self._activation = activation
+        self._gated_mlp = gated_mlp
+        self._fused: PackedLinear | None = None
+        if _packs(weight) and activation in _ONEDNN_ACTIVATIONS:
+            self._gate, self._up = (_pack(half) for half in weight.chunk(2))
+            self._bias = (None, None) if bias is None else bias.chunk(2)
+        else:
+            self._fused = PackedLinear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, F]."""
+        if self._fused is not None:
+            return self._gated_mlp(self._fused(x), self._activation)
+        name, variant = _ONEDNN_ACTIVATIONS[self._activation]
+        linear = torch.ops.mkldnn._linear_pointwise
+        gate = linear(x, self._gate, self._bias[0], name, [], variant)
+        out: Tensor = linear.binary(x, gate, self._up, self._bias[1], "mul")
+        return out
+
+
+_ONEDNN_ACTIVATIONS = {"silu": ("swish", None), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+    use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    return packed
+
+
+def _packs(weight: Tensor) -> bool:
+    """True where oneDNN has a packed product for this weight on this processor."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    if dtype == torch.bfloat16:
+    if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
+    if weight.dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
+    return weight.dtype == torch.float32

@@ -65,15 +65,16 @@ def rotary_kv_write_(
     num_rotated = num_heads + num_kv_heads
     x = heads[:, :num_rotated].float()
     if q_weight is not None and k_weight is not None:
-        weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1))).float()
+        weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
         x = functional.rms_norm(x, (head_dim,), None, eps).mul_(weight)
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < head_dim:
-        parts.append(x[..., 2 * half :])
-    rotated = torch.cat(parts, dim=-1).to(qkv.dtype)
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).split(1, dim=2)
+    pairs = x[..., : 2 * half].unflatten(-1, (2, half))
+    turned = pairs * cos
+    turned[:, :, :1].addcmul_(pairs[:, :, 1:], sin, value=-1)
+    turned[:, :, 1:].addcmul_(pairs[:, :, :1], sin)
+    rotated = turned.flatten(-2) if 2 * half == head_dim else torch.cat((turned.flatten(-2), x[..., 2 * half :]), -1)
+    rotated = rotated.to(qkv.dtype)
     key_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, rotated[:, num_heads:])
     value_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, heads[:, num_rotated:])
     return rotated[:, :num_heads]

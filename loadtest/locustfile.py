@@ -3,7 +3,7 @@
     locust -f loadtest/locustfile.py --host http://127.0.0.1:8000 --headless --scenario burst --run-time 60
 
 The rows "TTFT" and "ITL" are what a reader feels, in milliseconds; the row "POST" ends with the response's headers, and
-"tokens" has the output tokens of each stream as its size, summed up in the last line. Black box over HTTP.
+"tokens" has the output tokens of each stream as its size. One line before the tables sums up. Black box over HTTP.
 """
 
 from __future__ import annotations
@@ -33,10 +33,18 @@ def add_options(parser: Any) -> None:
 @events.quitting.add_listener
 def print_tokens(environment: Any, **_: Any) -> None:
     """The line a run is remembered by."""
-    stats = environment.stats
-    tokens = sum(entry.total_content_length for (_, method), entry in stats.entries.items() if method == "tokens")
-    seconds = max(stats.total.last_request_timestamp - stats.total.start_time, 1e-9) if tokens else 1.0
-    print(f"{tokens} output tokens in {seconds:.0f} s: {tokens / seconds:.1f} tok/s", file=sys.stderr)
+    total = dict.fromkeys(("tokens", "TTFT", "ITL"), 0)
+    for (_, kind), entry in environment.stats.entries.items():
+        if kind in total:
+            total[kind] += entry.total_content_length if kind == "tokens" else entry.num_requests
+    whole = environment.stats.total
+    seconds = max((whole.last_request_timestamp or 0.0) - whole.start_time, 1.0)
+    pieces = total["TTFT"] + total["ITL"]
+    print(
+        f"{pieces} pieces of text in {seconds:.0f} s, {pieces / seconds:.1f} a second;"
+        f" {total['tokens']} tokens in streams that ended",
+        file=sys.stderr,
+    )
 
 
 class Shape(LoadTestShape):

@@ -61,10 +61,10 @@ LAYERS = (
     _layer("models", "models.*", "words kernels", EVENT_LOOP),
     _layer("worker", "worker.*", "words kernels models executor", EVENT_LOOP),
     _layer("executor", "executors", "words", WEB | {"torch"}),
-    _layer("executors", "executors.thread executors.ray", "words executor", WEB | {"torch"}),
+    _layer("executors", "executors.thread", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "chat_template client engine grammar llm loading output pipeline prompts stream tokenizer",
+        "chat_template client engine llm loading output pipeline prompts stream tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),
@@ -203,9 +203,10 @@ def test_a_module_opens_with_a_docstring(module: str) -> None:
     assert ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8")))
 
 
-def test_the_layers_name_each_module_once() -> None:
+def test_the_layers_name_each_module_once_and_no_other() -> None:
     names = [entry for layer in LAYERS for entry in layer.modules]
     assert len(names) == len(set(names))
+    assert {name.removesuffix(".*") for name in names} <= MODULES.keys()
 
 
 def test_public_names_are_sorted_and_exist() -> None:

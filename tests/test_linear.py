@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from aserve_kernels.linear import PackedLinear
+from aserve_kernels import torch_ops
+from aserve_kernels.linear import GatedLinear, PackedLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,3 +30,26 @@ def test_a_float32_row_does_not_depend_on_its_batch() -> None:
     together = linear(x)
     for row in (0, 7, 129):
         torch.testing.assert_close(linear(x[row : row + 1])[0], together[row], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_product_is_the_two_products_and_their_gate(dtype: torch.dtype, activation: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = (torch.randn(2 * 48, 64) / 8).to(dtype), torch.randn(9, 64).to(dtype)
+    b = torch.randn(2 * 48).to(dtype) if bias else None
+    out = GatedLinear(weight, b, activation, torch_ops.gated_mlp)(x)
+    product = functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    want = torch_ops.gated_mlp(product, activation)
+    assert out.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_gating_follows_one_product_where_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(16, 8), torch.randn(3, 8)
+    packed = GatedLinear(weight, None, "silu", torch_ops.gated_mlp)(x)
+    monkeypatch.setattr("aserve_kernels.linear._packs", lambda weight: False)
+    plain = GatedLinear(weight, None, "silu", torch_ops.gated_mlp)(x)
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)

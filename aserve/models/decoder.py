@@ -48,6 +48,8 @@ class Decoder:
         self._kernels = kernels
         table = "model.embed_tokens.weight"
         self._embedding = weights.embedding(table, config.vocab_size, config.hidden_size)
+        scale = config.embedding_scale  # transformers multiplies by a tensor of the model's dtype, so this is rounded
+        self._scale = None if scale is None else float(torch.tensor(scale, dtype=weights.dtype))
         tables = {layer.rope: cos_sin_table(layer.rope, num_positions, weights.device) for layer in config.layers}
         self._layers = [
             Layer(config, layer, tables[layer.rope], f"model.layers.{index}", weights, kernels)
@@ -66,8 +68,8 @@ class Decoder:
         """Final hidden states [T, H] of token_ids int64 [T]."""
         kernels, eps = self._kernels, self._config.norm_eps
         residual = functional.embedding(token_ids, self._embedding).to(self.spec.dtype)
-        if self._config.embedding_scale is not None:
-            residual = residual * _rounded(self._config.embedding_scale, self.spec.dtype)
+        if self._scale is not None:
+            residual = residual * self._scale
         hidden = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for layer, cache, next_norm in zip(self._layers, caches, self._next_norms, strict=True):
             hidden = layer.attend(hidden, meta, cache)
@@ -157,8 +159,3 @@ class Layer:
         if not self._config.post_norms:
             return out
         return self._kernels.rms_norm(out, self._post_mlp_norm, self._config.norm_eps)
-
-
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    """The value that a scalar of this dtype holds: transformers multiplies by a tensor of one."""
-    return float(torch.tensor(value, dtype=dtype))

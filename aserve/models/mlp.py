@@ -7,23 +7,23 @@ from torch import Tensor
 from aserve.models.families import DecoderConfig
 from aserve.models.weights import Weights
 from aserve_kernels import Kernels
-from aserve_kernels.linear import PackedLinear
+from aserve_kernels.linear import GatedLinear, PackedLinear
 
 
 class GatedMLP:
-    """down(act(gate x) * up x), gate and up in one product. Weights are found under `prefix`."""
+    """down(act(gate x) * up x), gate and up fused. Weights are found under `prefix`."""
 
     def __init__(
         self, config: DecoderConfig, prefix: str, intermediate_size: int, weights: Weights, kernels: Kernels
     ) -> None:
-        self._activation = config.activation
-        self._kernels = kernels
         names = [f"{prefix}.{name}" for name in config.gate_up_names]
         # the checkpoint may hold gate and up fused already
         rows = [intermediate_size] * 2 if len(names) == 2 else [2 * intermediate_size]
-        self._gate_up = PackedLinear(
+        self._gated = GatedLinear(
             weights.matrix([f"{name}.weight" for name in names], rows, config.hidden_size),
             weights.vector([f"{name}.bias" for name in names], rows) if config.mlp_bias else None,
+            config.activation,
+            kernels.gated_mlp,
         )
         down, hidden_size = f"{prefix}.down_proj", config.hidden_size
         self._down = PackedLinear(
@@ -33,4 +33,4 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self._down(self._kernels.gated_mlp(self._gate_up(x), self._activation))
+        return self._down(self._gated(x))

@@ -14,7 +14,7 @@ from aserve.models.families import DecoderConfig, ExpertsConfig
 from aserve.models.mlp import GatedMLP
 from aserve.models.weights import Weights
 from aserve_kernels import Kernels
-from aserve_kernels.linear import PackedLinear
+from aserve_kernels.linear import GatedLinear, PackedLinear
 
 
 class MoE:
@@ -52,7 +52,9 @@ class MoE:
         else:
             self._packed = [
                 (
-                    PackedLinear(weights.matrix(pair, [size, size], hidden_size)),
+                    GatedLinear(
+                        weights.matrix(pair, [size, size], hidden_size), None, config.activation, kernels.gated_mlp
+                    ),
                     PackedLinear(weights.matrix([down], [hidden_size], size)),
                 )
                 for pair, down in zip(gate_ups, downs, strict=True)
@@ -89,11 +91,11 @@ class MoE:
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self._experts.num_experts).tolist()
         start = 0
-        for (gate_up, down), count in zip(self._packed, counts, strict=True):
+        for (gated, down), count in zip(self._packed, counts, strict=True):
             if count:
                 pairs = order[start : start + count]
                 tokens = pairs // self._experts.per_token
-                part = down(self._kernels.gated_mlp(gate_up(x[tokens]), self._activation))
+                part = down(gated(x[tokens]))
                 out.index_add_(0, tokens, part * shares.flatten()[pairs].unsqueeze(1))
                 start += count
         return out

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import heapq
 import json
 import sys
@@ -109,9 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _timed(simulator: Simulator, trace: Sequence[TraceRequest], until: float) -> Report:
     start = time.perf_counter()
-    gc.freeze()  # the trace is not garbage: collections need not walk it
     report = simulator.run(trace, until)
-    gc.unfreeze()
     seconds = time.perf_counter() - start
     print(
         f"{report.policy}: {len(trace)} requests and {report.num_steps} steps, {report.seconds:.0f} s of the machine, "

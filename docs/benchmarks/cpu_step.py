@@ -2,8 +2,8 @@
 
     python docs/benchmarks/cpu_step.py [MODEL] [--dtype bfloat16] [--context 128] [--batch 1 2 4 8 16 32]
 
-Prints milliseconds (median, best, CPU time) of decode steps, greedy and sampled (top-k 64, top-p 0.95), of prefill steps by chunk size,
-and with --profile the operators that a step spends its time in.
+Prints milliseconds (median, best, CPU time) of decode steps, greedy and sampled (top-k 64, top-p 0.95), of prefill
+steps by chunk size, and with --profile the operators that a step spends its time in.
 """
 
 from __future__ import annotations
