@@ -18,12 +18,13 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions"})
+_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/streams/{id}"})
 _READS = {
     "/v1/models": "The served names",
     "/v1/models/{id}": "One served name",
     "/health": "Whether the engine can serve",
     "/ready": "Whether the engine can serve",
+    "/v1/streams/{id}": "A resumable stream, after Last-Event-ID",
     "/version": "The server's version",
     "/load": "Requests in flight",
     "/metrics": "Prometheus text",
