@@ -143,6 +143,12 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="between comments on a stream (default: %(default)s)",
     )
     http.add_argument(
+        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or mistral"
+    )
+    http.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how the model writes its thoughts: deepseek_r1, qwen3 or think"
+    )
+    http.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
@@ -171,6 +177,8 @@ def _serve(args: argparse.Namespace) -> int:
         cors_origins=tuple(args.cors_origin),
         max_body_bytes=args.max_body_bytes,
         ping_interval=args.ping_interval,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         drain_timeout=args.drain_timeout,
         log_level=args.log_level,
         root_path=args.root_path,

@@ -27,6 +27,7 @@ from routes.middleware import ApiKeys, RequestLog
 from routes.models import Models
 from routes.openapi import OpenAPI
 from routes.records import Live
+from routes.turn import TurnFormat
 
 
 def create_app(
@@ -37,16 +38,20 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
     ping_interval: float = 15.0,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> Starlette:
     """The application. The engine's own name is served where no names are given.
 
     `ping_interval` is seconds between comments on an idle stream. A mounted app's lifespan is never run by its host,
-    which must start the engine itself.
+    which must start the engine itself. `tool_call_parser` (hermes, llama3_json, mistral) and `reasoning_parser`
+    (deepseek_r1, qwen3, think) say how the model writes its calls and thoughts. Raises ConfigError for another.
     """
     options = Options(
         served_model_names=tuple(served_model_names),
         max_body_bytes=max_body_bytes,
         ping_interval=ping_interval,
+        turn_format=TurnFormat(tool_call_parser, reasoning_parser),
     )
     live = Live()
     admin = Admin(engine, live, options)

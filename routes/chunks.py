@@ -71,8 +71,8 @@ class ChunkFrames:
         """Events that go before the first delta."""
         return ""
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
-        """The choice object of a chunk, less its index."""
+    def choice(self, delta: Delta) -> dict[str, Any] | None:
+        """The choice object of a chunk, less its index; None where there is nothing to say yet."""
         raise NotImplementedError
 
     def render(self, delta: Delta) -> str:
@@ -83,7 +83,8 @@ class ChunkFrames:
                 return ""
             index = self._first_index + delta.index
             return f"{self._id}{self._offset}{self._head}{index}{self.before}{quote(delta.text)}{self._tail}"
-        return self.event(self.choice(delta), delta.index)
+        choice = self.choice(delta)
+        return "" if choice is None else self.event(choice, delta.index)
 
     def event(self, choice: dict[str, Any], index: int) -> str:
         """One event with any choice object."""

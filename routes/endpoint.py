@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
 import anyio
@@ -22,6 +22,7 @@ from routes.http import ClientGone, endpoint_errors, json_response, read_body, u
 from routes.records import Live, Record, abnormal
 from routes.schemas import parse, unknown_fields
 from routes.sse import EventStream
+from routes.turn import TurnFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Options:
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
     stall_timeout: float = 60.0
+    turn_format: TurnFormat = field(default_factory=TurnFormat)
 
     def names(self, engine: Engine) -> tuple[str, ...]:
         """What clients may call the model: the engine's own name where no other was given."""

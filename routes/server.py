@@ -40,6 +40,8 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     drain_timeout: float = 30.0
     log_level: str = "info"
     root_path: str = ""  # where a proxy mounts the server
@@ -111,6 +113,8 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             cors_origins=options.cors_origins,
             max_body_bytes=options.max_body_bytes,
             ping_interval=options.ping_interval,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
         )
     module, _, name = options.app.partition(":")
     try:

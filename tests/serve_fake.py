@@ -27,7 +27,7 @@ def main(port: int, drain_timeout: float) -> int:
     engine = Engine(EngineConfig(model="fake"), executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
     with bind("127.0.0.1", port) as listener:
         print(listener.getsockname()[1], flush=True)
-        return serve_engine(engine, listener, ServerOptions(drain_timeout=drain_timeout))
+        return serve_engine(engine, listener, ServerOptions(drain_timeout=drain_timeout, tool_call_parser="hermes"))
 
 
 if __name__ == "__main__":
