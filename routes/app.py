@@ -27,6 +27,8 @@ from routes.middleware import ApiKeys, RequestLog
 from routes.models import Models
 from routes.openapi import OpenAPI
 from routes.records import Live
+from routes.response_store import ResponseStore
+from routes.responses import Responses, StoredResponses
 from routes.turn import TurnFormat
 
 
@@ -56,10 +58,16 @@ def create_app(
     live = Live()
     admin = Admin(engine, live, options)
     models = Models(engine, options)
+    store = ResponseStore()
+    stored = StoredResponses(store)
     app = Starlette(
         routes=[
             Route("/v1/completions", Completions(engine, live, options), methods=["POST"]),
             Route("/v1/chat/completions", ChatCompletions(engine, live, options), methods=["POST"]),
+            Route("/v1/responses", Responses(engine, live, options, store=store), methods=["POST"]),
+            Route("/v1/responses/{id}", stored.retrieve),
+            Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.retrieve),
             Route("/v1/requests/{id}", admin.cancel, methods=["DELETE"]),

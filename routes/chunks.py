@@ -15,9 +15,10 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Generic, TypeVar
 
 from aserve import Delta, SamplingParams, Stream, Usage
+from routes.response_body import ResponseBody
 from routes.schemas import ChatBody, CompletionBody
 
-B = TypeVar("B", CompletionBody, ChatBody)
+B = TypeVar("B", CompletionBody, ChatBody, ResponseBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,10 @@ class ChunkFrames:
         usage = _dump(usage_object([Usage(prompt, self._offset, cached)]))
         return f'{self._id}{self._offset}{self._data}{body}],"usage":{usage}}}\n\n'
 
-    def usage_event(self) -> str:
+    def closing(self) -> str:
         """The chunk before [DONE] for a client that asked for usage: no choices, the counts of the whole request."""
+        if not self.job.body.wants_usage:
+            return ""
         return f'{self._id}{self._offset}{self._data}],"usage":{_dump(self.job.usage())}}}\n\n'
 
 

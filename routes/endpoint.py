@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aserve import Completion, Engine, NotFoundError, SamplingParams, Stream
-from routes.chunks import B, ChunkFrames, Job
+from routes.chunks import B, Job
 from routes.http import ClientGone, endpoint_errors, json_response, read_body, unless_gone, warning_headers
 from routes.records import Live, Record, abnormal
 from routes.schemas import parse, unknown_fields
-from routes.sse import EventStream
+from routes.sse import EventStream, Renderer
 from routes.turn import TurnFormat
 
 
@@ -64,7 +64,7 @@ class GenerationEndpoint(ABC, Generic[B]):
         """Hands the request to the engine. Raises AserveError where it is refused; then nothing stays open."""
 
     @abstractmethod
-    def frames(self, job: Job[B], position: int) -> ChunkFrames:
+    def frames(self, job: Job[B], position: int) -> Renderer:
         """The renderer of job.streams[position]."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class GenerationEndpoint(ABC, Generic[B]):
 
     def _stream(self, job: Job[B], record: Record, headers: dict[str, str]) -> ASGIApp:
         sources = [(stream, self.frames(job, i)) for i, stream in enumerate(job.streams)]
-        closing = sources[-1][1].usage_event if job.body.wants_usage else str
+        closing = sources[-1][1].closing
         return EventStream(sources, record, closing=closing, ping_interval=self.options.ping_interval, headers=headers)
 
     async def _collect(self, job: Job[B], record: Record, receive: Receive, headers: dict[str, str]) -> Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -355,9 +356,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-}
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHERE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
@@ -365,7 +363,7 @@ _WHERE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 def parse(body: bytes, kind: type[T]) -> T:
     """Decodes and checks types. Raises InvalidRequestError, naming the field where one is to blame."""
     try:
-        return _DECODERS[kind].decode(body)  # type: ignore[no-any-return]
+        return _decoder(kind).decode(body)  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
         message = str(error)
         found = _WHERE.match(message)
@@ -377,6 +375,11 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise InvalidRequestError(reason or f"the body is not valid JSON: {error}", param=param) from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
+
+
+@functools.cache
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def _lower(message: str) -> str:

@@ -45,6 +45,10 @@ class Renderer(Protocol):
 
     def render(self, delta: Delta) -> str: ...
 
+    def closing(self) -> str:
+        """Events that go after the last finish reason of all."""
+        ...
+
 
 def error_event(error: AserveError) -> str:
     """One unnamed event holding the error object."""
@@ -54,7 +58,7 @@ def error_event(error: AserveError) -> str:
 class EventStream:
     """An ASGI response that streams engine streams, each through its renderer, and closes them whatever happens.
 
-    `closing` gives the events after the last finish reason (usage), before [DONE].
+    `closing` gives the events after the last finish reason (usage), before `done`; `failing` the one in their place.
     """
 
     def __init__(
@@ -63,12 +67,16 @@ class EventStream:
         record: Record,
         *,
         closing: Callable[[], str] = str,
+        failing: Callable[[AserveError], str] = error_event,
+        done: str = DONE,
         ping_interval: float = 15.0,
         headers: dict[str, str] | None = None,
     ) -> None:
         self._sources = sources
         self._record = record
         self._closing = closing
+        self._failing = failing
+        self._done = done
         self._ping_interval = ping_interval
         self._headers = _HEADERS + [(k.encode("ascii"), v.encode("ascii")) for k, v in (headers or {}).items()]
         self._error: AserveError | None = None
@@ -85,7 +93,7 @@ class EventStream:
                 finished = True
                 side.cancel_scope.cancel()
             if finished:
-                last = error_event(self._error) if self._error else self._closing() + DONE
+                last = self._failing(self._error) if self._error else self._closing() + self._done
                 await send({"type": "http.response.body", "body": last.encode("ascii"), "more_body": False})
         finally:
             self._record.finish(self._error, gone=not finished)
