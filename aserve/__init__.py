@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aserve.metrics import Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
-    from aserve.stream import Stream
+    from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -56,6 +56,7 @@ __all__ = [
     "RequestFailedError",
     "RequestTooLargeError",
     "SamplingParams",
+    "SlowReader",
     "Stream",
     "TokenLogprobs",
     "Tokenizer",
@@ -74,6 +75,7 @@ _MODULES = {
     "LLM": "llm",
     "Metrics": "metrics",
     "SamplingParams": "request",
+    "SlowReader": "stream",
     "Stream": "stream",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",

@@ -76,6 +76,12 @@ class Pipeline:
             self._scheduler.cancel(request, reason, error)
             self._woken.set()
 
+    def pause(self, request: Request, *, paused: bool) -> None:
+        """Takes a live request off the running set until it is called again with False."""
+        if request in self._reasons:
+            self._scheduler.pause(request, paused=paused)
+            self._woken.set()
+
     def cancel_all(self, reason: FinishReason, error: AserveError) -> None:
         """Marks every live request."""
         for request in list(self._reasons):

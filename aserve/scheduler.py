@@ -58,6 +58,7 @@ class Scheduler:
         self._batch = Batch(blocks, policy, self.max_num_seqs)
         self._residency = Residency(blocks, self._batch, self.costs)
         self._unfinished: dict[Request, None] = {}
+        self._paused: dict[Request, None] = {}  # their readers are behind
         self._cancelled: deque[Request] = deque()  # those that hold memory first
         self._deadlines = Deadlines()
         self._steps: deque[Step] = deque()
@@ -105,6 +106,19 @@ class Scheduler:
                 self._cancelled.append(request)
                 self._line.remove(request)
 
+    def pause(self, request: Request, *, paused: bool) -> None:
+        """Takes a running request out of memory, where the prefix cache keeps what it can, or lets it come back. One
+        that is not running is left alone."""
+        if paused and request in self._batch.groups and request.cancel_reason is None:
+            self._residency.discard(request, Phase.PAUSED)
+            self._paused[request] = None
+        elif not paused and request in self._paused:
+            del self._paused[request]
+            for sequence in request.sequences:
+                if sequence.phase is Phase.PAUSED:
+                    sequence.move(Phase.WAITING)
+            self._line.put_back(request)
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Ends a sequence now, because of its text; its draws in flight are dropped and no event is made.
 
@@ -150,6 +164,7 @@ class Scheduler:
             num_waiting=self.num_waiting,
             num_running=self.num_running,
             num_swapped=self.num_swapped,
+            num_paused=len(self._paused),
             num_blocks=self.blocks.num_device_blocks,
             num_blocks_used=self.blocks.num_used,
             num_blocks_cached=self.blocks.num_cached,
@@ -379,6 +394,7 @@ class Scheduler:
         request = sequence.request
         if request.finished:
             del self._unfinished[request]
+            self._paused.pop(request, None)
             self._deadlines.remove(request)
             self._line.remove(request)
 
@@ -419,6 +435,7 @@ class Scheduler:
             phases = {sequence.phase for sequence in request.sequences} - {Phase.FINISHED}
             assert len(phases) == 1, f"request {request.id} is in {phases}"
             assert (request in self._batch.groups) == (Phase.RUNNING in phases)
+            assert (request in self._paused) == (Phase.PAUSED in phases)
             assert Phase.SWAPPED not in phases or request in returning
             if not self._steps:
                 assert not any(sequence.num_inflight for sequence in request.sequences)

@@ -39,6 +39,7 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
             chat_template_kwargs=body.chat_template_kwargs,
             label=record.label,
             **body.submit_arguments(),
+            **self.options.submit_arguments(),
         )
         return await submit_all([stream])
 
@@ -116,7 +117,7 @@ class ChatFrames(ChunkFrames):
     def opening(self) -> str:
         delta = {"role": "assistant", "content": self._endpoint.echoed(self.job)}
         choice = {"delta": delta, "logprobs": None, "finish_reason": None}
-        return "".join(self.event(choice, i) for i in range(self.job.params.n))
+        return "".join(self.opening_event(choice, i) for i in range(self.job.params.n))
 
     def choice(self, delta: Delta) -> dict[str, Any] | None:
         fields = {"content": delta.text} if delta.text else {}

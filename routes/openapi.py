@@ -20,7 +20,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/streams/{id}"})
 _OTHERS = {
     ("/v1/requests/{id}", "delete"): "Cancel a request in flight",
     ("/v1/responses/{id}", "delete"): "Forget a stored response",
@@ -32,6 +32,7 @@ _READS = {
     "/v1/models/{id}": "One served name",
     "/health": "Whether the engine can serve",
     "/ready": "Whether the engine can serve",
+    "/v1/streams/{id}": "A resumable stream, after Last-Event-ID",
     "/version": "The server's version",
     "/load": "Requests in flight",
     "/metrics": "Prometheus text",

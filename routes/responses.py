@@ -51,6 +51,7 @@ class Responses(GenerationEndpoint[ResponseBody]):
             chat_template_kwargs=body.chat_template_kwargs,
             label=record.label,
             **body.submit_arguments(),
+            **self.options.submit_arguments(),
         )
         return await submit_all([stream])
 

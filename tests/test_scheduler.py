@@ -655,7 +655,7 @@ def test_counts_follow_the_requests() -> None:
     assert (stats.num_waiting, stats.num_running, stats.num_blocks) == (1, 2, 20)
     assert stats.num_blocks_used == 4 and stats.num_prompt_tokens == 16
     driver.run()
-    assert scheduler.stats()[:4] == (0, 0, 0, 20)
+    assert scheduler.stats()[:5] == (0, 0, 0, 0, 20)
 
 
 def test_an_engines_options_make_a_scheduler() -> None:
