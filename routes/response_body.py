@@ -56,8 +56,9 @@ class ResponseBody(Body, kw_only=True):
 
     def check(self) -> None:
         Body.check(self)
-        if self.n not in (None, 1):
-            raise InvalidRequestError("a response has one choice", param="n")
+        for name in ("n", "best_of", "use_beam_search"):
+            if getattr(self, name) not in (None, False, 1):
+                raise InvalidRequestError(f"{name}: a response has one choice", param=name)
         if self.stream and self.background:
             raise InvalidRequestError("a background response is not streamed here", param="background")
         if self.background and self.store is False:

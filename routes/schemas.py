@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from aserve import InvalidRequestError, SamplingParams
+from routes import choices
 from routes.turn import ToolUse
 
 Prompt = str | list[int]
@@ -66,9 +67,11 @@ class Body(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     ttft_timeout: float | None = None
     cache_salt: str | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
-    best_of: Any = None
-    use_beam_search: Any = None
     bad_words: Any = None
     response_format: Any = None
     structured_outputs: Any = None
@@ -92,8 +95,6 @@ class Body(msgspec.Struct, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequestError for a feature this server does not offer, or a deadline that is none."""
         harmless: dict[str, tuple[Any, ...]] = {
-            "best_of": (self.n or 1,),
-            "use_beam_search": (False,),
             "bad_words": ([],),
             "response_format": ({"type": "text"},),
         }
@@ -101,6 +102,7 @@ class Body(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None and value not in harmless.get(name, ()):
                 raise InvalidRequestError(f"{name} is not supported by this server", param=name)
+        choices.check(self)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
         for name in ("timeout", "ttft_timeout"):
@@ -131,8 +133,6 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 _NOT_OFFERED = (
-    "best_of",
-    "use_beam_search",
     "bad_words",
     "response_format",
     "structured_outputs",

@@ -68,8 +68,8 @@ MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
         (b'"user":5', "user"),
         (b'"response_format":{"type":"json_object"}', "response_format"),
         (b'"guided_regex":"a+"', "guided_regex"),
-        (b'"use_beam_search":true', "use_beam_search"),
-        (b'"best_of":3', "best_of"),
+        (b'"use_beam_search":"yes"', "use_beam_search"),
+        (b'"best_of":0', "best_of"),
         (b'"user":"\\ud800"', "user"),
     ],
 )
