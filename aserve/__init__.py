@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aserve.beams import Beam, BeamSearch, beam_search, run_beams
     from aserve.client import Client
     from aserve.config import EngineConfig
     from aserve.engine import Engine, EngineStats
@@ -38,6 +39,8 @@ __all__ = [
     "LLM",
     "AserveError",
     "AuthenticationError",
+    "Beam",
+    "BeamSearch",
     "Client",
     "Completion",
     "ConfigError",
@@ -62,9 +65,13 @@ __all__ = [
     "Tokenizer",
     "Usage",
     "WorkerInfo",
+    "beam_search",
+    "run_beams",
 ]
 
 _MODULES = {
+    "Beam": "beams",
+    "BeamSearch": "beams",
     "Client": "client",
     "Completion": "request",
     "Delta": "request",
@@ -81,6 +88,8 @@ _MODULES = {
     "Tokenizer": "tokenizer",
     "Usage": "request",
     "WorkerInfo": "plan",
+    "beam_search": "beams",
+    "run_beams": "beams",
 }
 
 

@@ -49,6 +49,8 @@ class ServerOptions:
     journal_bytes: int = 1 << 20
     slow_client: SlowReader = "coalesce"
     max_unsent_bytes: int = 1 << 20
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     drain_timeout: float = 30.0
     exit_on_death: bool = True
     log_level: str = "info"
@@ -142,6 +144,8 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             journal_bytes=options.journal_bytes,
             slow_client=options.slow_client,
             max_unsent_bytes=options.max_unsent_bytes,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
         )
     module, _, name = options.app.partition(":")
     try:

@@ -45,6 +45,10 @@ class Renderer(Protocol):
 
     def render(self, delta: Delta) -> str: ...
 
+    def closing(self) -> str:
+        """Events that go after the last finish reason of all."""
+        ...
+
 
 def error_event(error: AserveError) -> str:
     """One unnamed event holding the error object."""
@@ -66,8 +70,8 @@ class _Source:
 class EventStream:
     """An ASGI response that streams engine streams, each through its renderer, and closes them whatever happens.
 
-    `closing` gives the events after the last finish reason (usage), before [DONE]. resume.py calls `deliver` in place
-    of the response, once per connection, and closes the streams itself.
+    `closing` gives the events after the last finish reason (usage), before `done`; `failing` the one in their place.
+    resume.py calls `deliver` in place of the response, once per connection, and closes the streams itself.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class EventStream:
         record: Record,
         *,
         closing: Callable[[], str] = str,
+        failing: Callable[[AserveError], str] = error_event,
+        done: str = DONE,
         ping_interval: float = 15.0,
         headers: dict[str, str] | None = None,
     ) -> None:
@@ -84,6 +90,8 @@ class EventStream:
         self._sources = [_Source(stream, frames) for stream, frames in sources]
         self._record = record
         self._closing = closing
+        self._failing = failing
+        self._done = done
         self._ping_interval = ping_interval
         self._error: AserveError | None = None
         self._busy = 0  # sends that the server has not taken yet
@@ -138,12 +146,12 @@ class EventStream:
     def _end(self) -> str:
         """Settles how the stream ends. Returns the events that go before that."""
         if self._error:
-            self._ending = error_event(self._error)
+            self._ending = self._failing(self._error)
             return ""
         closing = self._closing()
         if self._keep is not None:
             self._keep(closing)
-        self._ending = DONE
+        self._ending = self._done
         return closing
 
     async def _pump_all(self, send: Send) -> None:

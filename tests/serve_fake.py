@@ -22,7 +22,9 @@ from tests.serving import TOKENIZER, VOCAB_SIZE
 def main(port: int, given: dict[str, Any]) -> int:
     fault, step = given.pop("fault", None), given.pop("step", 0.005)
     names = {field.name for field in dataclasses.fields(ServerOptions)}
-    options = ServerOptions(**{name: value for name, value in given.items() if name in names})
+    options = ServerOptions(
+        tool_call_parser="hermes", **{name: value for name, value in given.items() if name in names}
+    )
     config = EngineConfig(model="fake", **{name: value for name, value in given.items() if name not in names})
     set_up_logging(options)
     runner = FaultyRunner(

@@ -64,7 +64,7 @@ LAYERS = (
     _layer("executors", "executors.thread", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "chat_template client engine llm loading output pipeline prompts stream tokenizer",
+        "beams chat_template client engine llm loading output pipeline prompts stream tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),
