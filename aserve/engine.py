@@ -24,7 +24,7 @@ from aserve.admission import Limits, admit
 from aserve.chat_template import Message
 from aserve.config import EngineConfig
 from aserve.detokenizer import Detokenizer
-from aserve.errors import AserveError, InvalidRequestError, OverloadedError
+from aserve.errors import AserveError, InvalidRequestError, OverloadedError, RequestFailedError
 from aserve.executors import Executor
 from aserve.metrics import Metrics
 from aserve.output import Output
@@ -33,8 +33,10 @@ from aserve.plan import WorkerInfo
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams, Sequence
 from aserve.scheduler import Scheduler
-from aserve.stream import Mailbox, Stream
+from aserve.stream import Mailbox, SlowReader, Stream
 from aserve.tokenizer import Tokenizer
+
+MAX_UNREAD = 1 << 20  # bytes
 
 _STOP_SECONDS = 10.0  # how long a step may still take once the streams are ended; then its thread is left behind
 _DEAD_STOP_SECONDS = 1.0
@@ -49,6 +51,8 @@ class RequestOptions(TypedDict, total=False):
     ttft_timeout: float | None  # seconds to its first token
     label: str | None  # the client's own id; need not be unique
     cache_salt: str | None  # requests with different salts share no cached prefix
+    slow_reader: SlowReader  # what happens once more than `max_unread` bytes wait to be read; default: coalesce
+    max_unread: int
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -68,6 +72,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_swapped: int
+    num_paused: int  # their readers are behind
     num_blocks_used: int
     num_blocks: int
     num_in_flight: int
@@ -198,6 +203,16 @@ class Engine:
         """True once `start` was called, whether or not the model is loaded yet."""
         return self._started
 
+    @property
+    def dead(self) -> bool:
+        """True once the engine cannot go on; `check` says why."""
+        return self._pipeline is not None and self._pipeline.dead is not None
+
+    async def died(self) -> None:
+        """Waits until the engine cannot go on, if ever. It must have been started."""
+        assert self._pipeline is not None, "the engine is not started"
+        await self._pipeline.died.wait()
+
     def check(self) -> None:
         """Raises EngineDeadError or OverloadedError when no request can be served."""
         if self._pipeline is not None and self._pipeline.dead is not None:
@@ -215,6 +230,7 @@ class Engine:
             num_running=now.num_running,
             num_waiting=now.num_waiting,
             num_swapped=now.num_swapped,
+            num_paused=now.num_paused,
             num_blocks_used=now.num_blocks_used,
             num_blocks=now.num_blocks,
             num_in_flight=self._pipeline.num_in_flight,
@@ -294,8 +310,14 @@ class Engine:
     def _stream(
         self, encode: Callable[[], Awaitable[Items[int]]], params: SamplingParams | None, options: RequestOptions
     ) -> Stream:
-        box = Mailbox(asyncio.get_running_loop(), self._cancel)
         key = secrets.token_hex(16)
+        box = Mailbox(
+            asyncio.get_running_loop(),
+            self._cancel,
+            n=params.n if params else 1,
+            limit=options.get("max_unread", MAX_UNREAD),
+            pace=partial(self._pace, options.get("slow_reader", "coalesce")),
+        )
         opener = partial(self._open, box, key, encode, params, options)
         return Stream(box, key=key, label=options.get("label"), n=params.n if params else 1, open=opener)
 
@@ -353,6 +375,18 @@ class Engine:
         )
         request.sequences = [Sequence(request, index) for index in range(params.n)]
         return request
+
+    def _pace(self, policy: SlowReader, box: Mailbox) -> None:
+        """The reader has fallen behind, or caught up. Coalescing needs nothing: a request's max_tokens bounds it."""
+        if self._pipeline is None or box.request is None:
+            return
+        if box.behind and (box.away or policy == "cancel"):
+            why = "it was away too long" if box.away else "it reads too slowly"
+            self._pipeline.cancel(
+                box.request, "cancelled", RequestFailedError(f"the reader left too much unread: {why}")
+            )
+        elif policy == "pause":
+            self._pipeline.pause(box.request, paused=box.behind)
 
     def _cancel(self, request: Request) -> None:
         if self._pipeline is not None:

@@ -169,6 +169,7 @@ class SchedulerStats(NamedTuple):
     num_waiting: int
     num_running: int  # sequences
     num_swapped: int
+    num_paused: int
     num_blocks: int
     num_blocks_used: int
     num_blocks_cached: int

@@ -87,6 +87,7 @@ class ApiKeys:
             return False
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # Every key is compared, in constant time: how long it takes says nothing about any of them.
+        scope["aserve.api_key"] = given  # whose streams the caller may resume
         return any([hmac.compare_digest(given, digest) for digest in self._digests])
 
 

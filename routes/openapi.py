@@ -10,20 +10,29 @@ from starlette.responses import Response
 
 from aserve import __version__
 from routes.http import json_response
+from routes.response_body import ResponseBody
 from routes.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponseBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions"})
+_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/streams/{id}"})
+_OTHERS = {
+    ("/v1/requests/{id}", "delete"): "Cancel a request in flight",
+    ("/v1/responses/{id}", "delete"): "Forget a stored response",
+    ("/v1/responses/{id}/cancel", "post"): "Cancel a response that runs",
+}
 _READS = {
+    "/v1/responses/{id}": "A stored response",
     "/v1/models": "The served names",
     "/v1/models/{id}": "One served name",
     "/health": "Whether the engine can serve",
     "/ready": "Whether the engine can serve",
+    "/v1/streams/{id}": "A resumable stream, after Last-Event-ID",
     "/version": "The server's version",
     "/load": "Requests in flight",
     "/metrics": "Prometheus text",
@@ -58,8 +67,8 @@ def document() -> dict[str, Any]:
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(path)}}
     for path, summary in _READS.items():
         paths[path] = {"get": {"summary": summary, "responses": _responses(path)}}
-    cancel = {"summary": "Cancel a request in flight", "responses": _responses("/v1/requests/{id}")}
-    paths["/v1/requests/{id}"] = {"delete": cancel}
+    for (path, method), summary in _OTHERS.items():
+        paths.setdefault(path, {})[method] = {"summary": summary, "responses": _responses(path)}
     for path, item in paths.items():
         if "{id}" in path:
             item["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]

@@ -28,10 +28,10 @@ class Process:
 
 
 @contextmanager
-def server(drain_timeout: float = 30.0) -> Iterator[Process]:
-    """A server over the fake model that answers /health with 200."""
+def server(**options: Any) -> Iterator[Process]:
+    """A server over the fake model that answers /health with 200. Options are those of serve_fake.py."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve_fake", "0", str(drain_timeout)],
+        [sys.executable, "-m", "tests.serve_fake", "0", json.dumps(options)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -133,9 +133,12 @@ class ModelRunner:
             raise
         except Exception as error:
             self.state.reset()
-            if self.device.type == "cuda" and not isinstance(error, torch.cuda.OutOfMemoryError):
+            memory = isinstance(error, torch.cuda.OutOfMemoryError)
+            if memory:
+                torch.cuda.empty_cache()
+            elif self.device.type == "cuda":
                 raise  # a CUDA fault poisons the context: the worker cannot go on
-            raise StepError(f"step {plan.number} failed: {error}") from error
+            raise StepError(f"step {plan.number} failed: {error}", memory=memory) from error
 
     def wait(self, handle: object) -> StepResult:
         """The step's draws, once they are on the host. Waiting releases the GIL."""
