@@ -36,6 +36,15 @@ _READS = {
     "/version": "The server's version",
     "/load": "Requests in flight",
     "/metrics": "Prometheus text",
+    "/v1/stats/stream": "The engine's numbers, each second",
+    "/dashboard": "A page that draws them",
+    "/docs": "This document as a page",
+}
+_KINDS = {
+    "/metrics": "text/plain",
+    "/dashboard": "text/html",
+    "/docs": "text/html",
+    "/v1/stats/stream": "text/event-stream",
 }
 _ERROR = {
     "type": "object",
@@ -84,8 +93,7 @@ def document() -> dict[str, Any]:
 
 
 def _responses(path: str) -> dict[str, Any]:
-    kind = "text/plain" if path == "/metrics" else "application/json"
-    content: dict[str, Any] = {kind: {}}
+    content: dict[str, Any] = {_KINDS.get(path, "application/json"): {}}
     if path in _STREAMED:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
