@@ -13,12 +13,12 @@ from routes.http import json_response
 from routes.response_body import ResponseBody
 from routes.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
-_BODIES: dict[str, type[msgspec.Struct]] = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/v1/responses": ResponseBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
+_BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
+    "/v1/completions": (CompletionBody, "Continue text or token ids"),
+    "/v1/chat/completions": (ChatBody, "The assistant's next turn"),
+    "/v1/responses": (ResponseBody, "A response, kept for later turns"),
+    "/tokenize": (TokenizeBody, "Text or messages to token ids"),
+    "/detokenize": (DetokenizeBody, "Token ids to text"),
 }
 _STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/streams/{id}"})
 _OTHERS = {
@@ -67,12 +67,11 @@ _ERROR = {
 def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     references, components = msgspec.json.schema_components(
-        _BODIES.values(), ref_template="#/components/schemas/{name}"
+        [kind for kind, _ in _BODIES.values()], ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
-    for (path, kind), schema in zip(_BODIES.items(), references, strict=True):
+    for (path, (_, summary)), schema in zip(_BODIES.items(), references, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        summary = (kind.__doc__ or "").partition(":")[0].rstrip(".")
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(path)}}
     for path, summary in _READS.items():
         paths[path] = {"get": {"summary": summary, "responses": _responses(path)}}

@@ -44,7 +44,6 @@ class Dashboard:
         """Ends when the engine drains, so that a watcher does not hold up the shutdown."""
         before, began = self._engine.stats(), self._clock()
         while not self._engine.draining:
-            await anyio.sleep(self._interval)
             now, clock = self._engine.stats(), self._clock()
             seconds = max(clock - began, 1e-6)
             yield {
@@ -57,6 +56,7 @@ class Dashboard:
                 )
             }
             before, began = now, clock
+            await anyio.sleep(self._interval)
 
     def _snapshot(self) -> dict[str, Any]:
         stats, metrics = self._engine.stats(), self._engine.metrics
