@@ -203,6 +203,16 @@ class Engine:
         """True once `start` was called, whether or not the model is loaded yet."""
         return self._started
 
+    @property
+    def dead(self) -> bool:
+        """True once the engine cannot go on; `check` says why."""
+        return self._pipeline is not None and self._pipeline.dead is not None
+
+    async def died(self) -> None:
+        """Waits until the engine cannot go on, if ever. It must have been started."""
+        assert self._pipeline is not None, "the engine is not started"
+        await self._pipeline.died.wait()
+
     def check(self) -> None:
         """Raises EngineDeadError or OverloadedError when no request can be served."""
         if self._pipeline is not None and self._pipeline.dead is not None:

@@ -54,6 +54,7 @@ class Pipeline:
         self.drained = asyncio.Event()  # no request is live, or there is no time to wait for those that are
         self.drained.set()
         self.dead: BaseException | None = None  # why it cannot go on
+        self.died = asyncio.Event()  # set with `dead`, once every stream has been told
         self.last_step_seconds = 0.0
 
     @property
@@ -136,7 +137,13 @@ class Pipeline:
             self._metrics.num_failed_steps += 1
             failure = RequestFailedError(f"the model failed on this request: {error}")
             failure.__cause__ = error
+            if error.memory:
+                self._scheduler.shed()
+                _log.warning("steps compute at most %d tokens from now on", self._scheduler.max_num_batched_tokens)
             return self._scheduler.fail(plan.number, error.slots, failure, self._clock())
+        num_draws = len(plan.decodes) + sum([len(chunk.draws) for chunk in plan.chunks])
+        if len(step.tokens) != num_draws:
+            raise EngineDeadError(f"step {plan.number} drew {len(step.tokens)} tokens where {num_draws} were due")
         now = self._clock()
         self.last_step_seconds = now - submitted
         self._metrics.num_steps += 1
@@ -230,6 +237,7 @@ class Pipeline:
         for box in boxes:
             box.end(dead_error(self.dead))
         self.drained.set()
+        self.died.set()
 
 
 def dead_error(cause: BaseException) -> EngineDeadError:

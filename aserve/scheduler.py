@@ -21,6 +21,7 @@ from aserve.errors import AserveError, RequestFailedError
 from aserve.plan import BlockCopy, StepPlan, StepResult, WorkerInfo
 from aserve.policy import Policy, load_policy
 from aserve.preemption import CostModel
+from aserve.quarantine import Quarantine
 from aserve.request import FinishReason, Phase, Request, Sequence
 from aserve.residency import Residency
 from aserve.seat import Draft, Event, Row, SchedulerStats, Seat, Step
@@ -59,6 +60,7 @@ class Scheduler:
         self._residency = Residency(blocks, self._batch, self.costs)
         self._unfinished: dict[Request, None] = {}
         self._paused: dict[Request, None] = {}  # their readers are behind
+        self._quarantine = Quarantine()
         self._cancelled: deque[Request] = deque()  # those that hold memory first
         self._deadlines = Deadlines()
         self._steps: deque[Step] = deque()
@@ -111,6 +113,7 @@ class Scheduler:
         that is not running is left alone."""
         if paused and request in self._batch.groups and request.cancel_reason is None:
             self._residency.discard(request, Phase.PAUSED)
+            self._quarantine.excuse(request)
             self._paused[request] = None
         elif not paused and request in self._paused:
             del self._paused[request]
@@ -215,7 +218,7 @@ class Scheduler:
     def _claim(self, growing: list[Seat], now: float) -> Request | None:
         """The waiting request that is next by right of its tenant, after others have made room for it."""
         request = self._line.peek(now)
-        if request is None or self._batch.num_due >= self.max_num_batched_tokens:
+        if request is None or self._quarantine or self._batch.num_due >= self.max_num_batched_tokens:
             return None
         yielding = find_yielding(request, self._batch, self.blocks, self._batch.num_growth(growing))
         if yielding is None:
@@ -245,6 +248,8 @@ class Scheduler:
         for request in self._line.returning:
             if not self._has_room(draft):
                 return
+            if not self._quarantine.admits(request):
+                continue
             state = self._residency.enter(request, draft)
             if state == "full":
                 return
@@ -253,7 +258,7 @@ class Scheduler:
                 continue
             self._line.remove(request)
             self._start(request, draft, now)
-        while self._has_room(draft) and (new := self._line.peek(now)) is not None:
+        while not self._quarantine and self._has_room(draft) and (new := self._line.peek(now)) is not None:
             state = self._residency.enter(new, draft)
             if state == "full" or (state == "later" and num_later >= MAX_LATER):
                 return
@@ -268,6 +273,7 @@ class Scheduler:
         return draft.num_tokens < self.max_num_batched_tokens and self._batch.num_free_slots > 0
 
     def _start(self, request: Request, draft: Draft, now: float) -> None:
+        self._quarantine.enter(request)
         if request.first_scheduled is None:
             request.first_scheduled = now
             self._num_prompt_tokens += len(request.prompt)
@@ -286,6 +292,9 @@ class Scheduler:
             self.costs.observe_prefill(step.num_tokens, result.timings.compute)
         if result.bad:
             self._fail_bad(step, result.bad)
+        suspect = self._quarantine.on_trial
+        if suspect is not None and any(seat.sequence.request is suspect and seat.live for seat in step.drawing()):
+            self._quarantine.drew()
         events = self.take_events()
         self._commit_draws(step.decoding, result, 0, events)
         index = len(step.decoding)
@@ -339,25 +348,30 @@ class Scheduler:
         return index + len(row.drawing)
 
     def fail(self, number: int, slots: tuple[int, ...], error: AserveError, now: float) -> list[Event]:
-        """The oldest plan in flight failed. Requests of the culprit `slots`, or all of the step's where none are
-        named, end with the error; the others are computed again from their committed tokens."""
+        """The oldest plan in flight failed. Requests of the culprit `slots` end with the error; the others are computed
+        again from their committed tokens. Where no slot is named, they come back one by one to find the culprit."""
         step = self._steps.popleft()
         if step.number != number:
             raise ValueError(f"step {number} failed where step {step.number} was due")
         seats = [*step.decoding, *step.handed]
         for row in step.rows:
             seats += (row.seat, *row.drawing)
-        culprits = {seat.sequence.request for seat in seats if seat.slot in slots and seat.live}
         touched = dict.fromkeys(seat.sequence.request for seat in seats if seat.live)
-        for request in touched:
-            if request in culprits or not slots:
-                request.cancel_reason = request.cancel_reason or "error"
-                request.error = request.error or error
-                self._end_all(request)
+        culprits = dict.fromkeys(seat.sequence.request for seat in seats if seat.slot in slots and seat.live)
+        for request in culprits if slots else self._quarantine.accuse(list(touched)):
+            request.cancel_reason = request.cancel_reason or "error"
+            request.error = request.error or error
+            self._end_all(request)
         for request in dict.fromkeys((*touched, *step.swapped_out)):
             if request in self._unfinished:
                 self._rebuild(request)
+            if request in self._paused:
+                self._quarantine.excuse(request)
         return self.take_events()
+
+    def shed(self) -> None:
+        """A step ran out of memory: later ones compute fewer tokens."""
+        self.max_num_batched_tokens = max(self.max_num_seqs, self.max_num_batched_tokens // 2)
 
     def _rebuild(self, request: Request) -> None:
         """Nothing in memory can be trusted: drops its draws in flight and computes it again."""
@@ -395,6 +409,7 @@ class Scheduler:
         if request.finished:
             del self._unfinished[request]
             self._paused.pop(request, None)
+            self._quarantine.forget(request)
             self._deadlines.remove(request)
             self._line.remove(request)
 

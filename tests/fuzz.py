@@ -90,7 +90,7 @@ def run(cases: int, only: str | None = None) -> dict[str, Counter[int]]:
     """`fuzz` of a fresh server, which must be well after it. Its log is printed where it is not."""
     with TemporaryFile("w+") as log:
         try:
-            with server(step_seconds=0.0, max_model_len=256, log=log) as process:
+            with server(step=0.0, max_model_len=256, log=log) as process:
                 found = fuzz(process.url, cases, only)
                 assert httpx.get(process.url + "/health").status_code == 200
                 return found

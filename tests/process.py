@@ -29,13 +29,11 @@ class Process:
 
 
 @contextmanager
-def server(
-    drain_timeout: float = 30.0, *, step_seconds: float = 0.005, max_model_len: int = 4096, log: IO[str] | int = PIPE
-) -> Iterator[Process]:
-    """A server over the fake model that answers /health with 200. `log` takes its log; a pipe holds 64 KiB of it."""
-    options = [drain_timeout, step_seconds, max_model_len]
+def server(*, log: IO[str] | int = PIPE, **options: Any) -> Iterator[Process]:
+    """A server over the fake model that answers /health with 200. Options are those of serve_fake.py. `log` takes its
+    log; a pipe holds 64 KiB of it."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve_fake", "0", *map(str, options)],
+        [sys.executable, "-m", "tests.serve_fake", "0", json.dumps(options)],
         cwd=ROOT,
         stdout=PIPE,
         stderr=log,

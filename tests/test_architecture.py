@@ -52,6 +52,7 @@ LAYERS = (
     _layer(
         "pure",
         "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
+        " quarantine"
         " residency scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
