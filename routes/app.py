@@ -21,6 +21,8 @@ from aserve import AserveError, Engine, InvalidRequestError, NotFoundError, Requ
 from routes.admin import Admin
 from routes.chat import ChatCompletions
 from routes.completions import Completions
+from routes.dashboard import Dashboard
+from routes.docs_page import DocsPage
 from routes.endpoint import Options
 from routes.http import error_response
 from routes.middleware import ApiKeys, RequestLog
@@ -70,6 +72,7 @@ def create_app(
     sessions = Sessions(live, grace=resume_grace, max_grace=max_resume_grace, limit=journal_bytes)
     admin = Admin(engine, live, options)
     models = Models(engine, options)
+    dashboard = Dashboard(engine)
     store = ResponseStore()
     stored = StoredResponses(store)
     app = Starlette(
@@ -92,6 +95,9 @@ def create_app(
             Route("/load", admin.load),
             Route("/metrics", admin.metrics),
             Route("/openapi.json", OpenAPI().get),
+            Route("/docs", DocsPage().get),
+            Route("/dashboard", dashboard.page),
+            Route("/v1/stats/stream", dashboard.stream),
         ],
         middleware=_middleware(engine, api_keys, cors_origins),
         exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},

@@ -4,8 +4,8 @@ endpoint.py gives it one renderer per engine stream, which turns a delta into an
 what goes around events: headers, comment pings on a wall clock, the client leaving, an error after the first byte
 (one unnamed event with an error object, then the end, no [DONE]), usage and [DONE].
 
-sse-starlette is not used. Its event costs three times a raw send (20 us against 7 of CPU), its response
-cannot write several events at once, and it watches for exit by polling and by patching uvicorn, where server.py
+sse-starlette serves the dashboard, not tokens. Its event costs three times a raw send (20 us against 7 of CPU), its
+response cannot write several events at once, and it learns of an exit by polling uvicorn's state, where server.py
 drains at the signal. What is left to take from it is the framing, which the templates here do once per stream.
 
 Every `send` is a number of whole events, so concurrent writers (several prompts, the ping) never cut one another.

@@ -21,6 +21,7 @@ from tests.serving import TOKENIZER, VOCAB_SIZE
 
 def main(port: int, given: dict[str, Any]) -> int:
     fault, step = given.pop("fault", None), given.pop("step", 0.005)
+    max_model_len = given.pop("max_model_len", 4096)
     names = {field.name for field in dataclasses.fields(ServerOptions)}
     options = ServerOptions(
         tool_call_parser="hermes", **{name: value for name, value in given.items() if name in names}
@@ -31,7 +32,7 @@ def main(port: int, given: dict[str, Any]) -> int:
         fault=fault,
         num_gpu_blocks=4096,
         block_size=16,
-        max_model_len=4096,
+        max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         before_step=lambda plan: time.sleep(step),
     )
