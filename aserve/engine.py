@@ -81,6 +81,9 @@ class EngineStats:
     num_prefix_hit_tokens: int
     num_preemptions: int
     last_step_seconds: float
+    last_step_age: float | None  # seconds since the last step was done
+    oldest_wait: float  # seconds that the oldest request which has not run yet waits
+    preemptions: Mapping[tuple[str, str], int]  # by kind (swap, recompute) and cause (memory, fairness, away)
 
 
 class Engine:
@@ -203,6 +206,12 @@ class Engine:
         """True once `start` was called, whether or not the model is loaded yet."""
         return self._started
 
+    async def warm_up(self) -> None:
+        """Generates a token, unless some were: what is made at first use is made, and the model is seen to work."""
+        if not self.metrics.num_output_tokens:
+            params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+            await (await self.submit([0], params, label="warm-up")).completions()
+
     @property
     def dead(self) -> bool:
         """True once the engine cannot go on; `check` says why."""
@@ -225,7 +234,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts of this moment; cheap."""
         assert self._pipeline is not None, "the engine is not started"
-        now = self._scheduler.stats()
+        now, time = self._scheduler.stats(), self._loop.time()
+        last = self._pipeline.last_step_time
         return EngineStats(
             num_running=now.num_running,
             num_waiting=now.num_waiting,
@@ -239,6 +249,9 @@ class Engine:
             num_prefix_hit_tokens=now.num_prefix_hit_tokens,
             num_preemptions=now.num_preemptions,
             last_step_seconds=self._pipeline.last_step_seconds,
+            last_step_age=None if last is None else time - last,
+            oldest_wait=self._scheduler.oldest_wait(time),
+            preemptions={(kind, cause): n for (kind, cause), n in self._scheduler.preemptions.items()},
         )
 
     @property
