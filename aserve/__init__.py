@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aserve.beams import Beam, BeamSearch, beam_search, run_beams
     from aserve.client import Client
     from aserve.config import EngineConfig
     from aserve.engine import Engine, EngineStats
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from aserve.metrics import Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
-    from aserve.stream import Stream
+    from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -38,6 +39,8 @@ __all__ = [
     "LLM",
     "AserveError",
     "AuthenticationError",
+    "Beam",
+    "BeamSearch",
     "Client",
     "Completion",
     "ConfigError",
@@ -56,14 +59,19 @@ __all__ = [
     "RequestFailedError",
     "RequestTooLargeError",
     "SamplingParams",
+    "SlowReader",
     "Stream",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
     "WorkerInfo",
+    "beam_search",
+    "run_beams",
 ]
 
 _MODULES = {
+    "Beam": "beams",
+    "BeamSearch": "beams",
     "Client": "client",
     "Completion": "request",
     "Delta": "request",
@@ -74,11 +82,14 @@ _MODULES = {
     "LLM": "llm",
     "Metrics": "metrics",
     "SamplingParams": "request",
+    "SlowReader": "stream",
     "Stream": "stream",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",
     "WorkerInfo": "plan",
+    "beam_search": "beams",
+    "run_beams": "beams",
 }
 
 
