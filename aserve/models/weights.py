@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.models.checkpoint import Checkpoint, DeviceCopier, dtype_of
+from aserve.models.checkpoint import Checkpoint, DeviceCopier, PickledCheckpoint, dtype_of
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -64,13 +64,15 @@ class Weights(Protocol):
 
 
 class CheckpointWeights:
-    """Tensors of safetensors files."""
+    """Tensors of safetensors files, or of `pickled` ones."""
 
-    def __init__(self, paths: Sequence[Path], *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, paths: Sequence[Path], *, device: torch.device, dtype: torch.dtype, pickled: bool = False
+    ) -> None:
         self.device = device
         self.dtype = dtype
-        self._checkpoint = Checkpoint(paths)
-        self._copier = DeviceCopier(device) if device.type == "cuda" else None
+        self._checkpoint = PickledCheckpoint(paths) if pickled else Checkpoint(paths)
+        self._copier = DeviceCopier(device) if device.type == "cuda" and not pickled else None
         self._unused = set(self._checkpoint.tensors)
 
     def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int, arrange: Arrange | None = None) -> Tensor:

@@ -180,6 +180,9 @@ class ModelRunner:
             kernels=self.kernels,
             load_format=self.config.load_format,
             seed=self.config.seed,
+            max_positions=self.config.max_model_len,
+            model_impl=self.config.model_impl,
+            trust_remote_code=self.config.trust_remote_code,
         )
 
     def close(self) -> None:
