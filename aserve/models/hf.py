@@ -22,6 +22,7 @@ from aserve.models import KVCache, ModelSpec
 from aserve.models.families import architecture
 from aserve.models.files import ModelFiles
 from aserve_kernels import AttentionMeta, Kernels
+from aserve_kernels.linear import PackedLinear, packs
 
 _ATTENTION = "aserve_paged"
 
@@ -171,7 +172,38 @@ def _load(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"transformers cannot load {files.directory}: {reason}", param="model") from error
-    return causal.to(device).eval().requires_grad_(False)
+    causal = causal.to(device).eval().requires_grad_(False)
+    _pack_linears(causal)
+    return causal
+
+
+class _Packed(nn.Module):
+    """A linear layer whose weight is laid out for the processor."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._linear = PackedLinear(linear.weight, linear.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight, unpacked for modelling code that looks at it."""
+        packed = self._linear.packed
+        assert packed is not None
+        plain: Tensor = packed.to_dense()
+        return plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._linear(x)
+
+
+def _pack_linears(module: nn.Module) -> None:
+    """Packs each linear layer in place, one after the other, so that no two copies of the weights are in memory."""
+    for name, child in module.named_children():
+        if type(child) is nn.Linear and packs(child.weight):
+            setattr(module, name, _Packed(child))
+        else:
+            _pack_linears(child)
 
 
 def _paged_attention(
