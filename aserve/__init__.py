@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aserve.client import Client
     from aserve.config import EngineConfig
+    from aserve.constraint import StructuredOutput
     from aserve.engine import Engine, EngineStats
     from aserve.errors import (
         AserveError,
@@ -57,6 +58,7 @@ __all__ = [
     "RequestTooLargeError",
     "SamplingParams",
     "Stream",
+    "StructuredOutput",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
@@ -75,6 +77,7 @@ _MODULES = {
     "Metrics": "metrics",
     "SamplingParams": "request",
     "Stream": "stream",
+    "StructuredOutput": "constraint",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",

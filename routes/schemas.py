@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from aserve import InvalidRequestError, SamplingParams
+from routes.structured import structured_output
 
 Prompt = str | list[int]
 
@@ -62,16 +63,16 @@ class Body(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     ttft_timeout: float | None = None
     cache_salt: str | None = None
-    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
-    best_of: Any = None
-    use_beam_search: Any = None
-    bad_words: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
+    best_of: Any = None
+    use_beam_search: Any = None
+    bad_words: Any = None
 
     @property
     def wants_usage(self) -> bool:
@@ -91,7 +92,6 @@ class Body(msgspec.Struct, kw_only=True):
             "best_of": (self.n or 1,),
             "use_beam_search": (False,),
             "bad_words": ([],),
-            "response_format": ({"type": "text"},),
         }
         for name in _NOT_OFFERED:
             value = getattr(self, name)
@@ -121,22 +121,13 @@ class Body(msgspec.Struct, kw_only=True):
         """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
+        given["structured"] = structured_output(self)
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         return SamplingParams(**{**defaults, **given})
 
 
-_NOT_OFFERED = (
-    "best_of",
-    "use_beam_search",
-    "bad_words",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+_NOT_OFFERED = ("best_of", "use_beam_search", "bad_words")
 _DIRECT = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
