@@ -171,14 +171,14 @@ class Batch:
         draft.decoding = self._decode_seats
         slots = self._decode_slots
         draft.num_tokens = len(slots)
+        if self._constrained:
+            draft.mask(draft.decoding)
         for seat in draft.decoding:
             sequence = seat.sequence
             sequence.num_inflight += 1
             sequence.num_computed = num_computed = sequence.num_computed + 1
             if num_computed == seat.full_at:
                 self._leave_decoding(seat)
-        if self._constrained:
-            draft.mask(draft.decoding)
         return slots
 
     def _leave_decoding(self, seat: Seat) -> None:
