@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aserve.beams import Beam, BeamSearch, beam_search, run_beams
     from aserve.client import Client
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from aserve.metrics import Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
-    from aserve.stream import Stream
+    from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -39,6 +40,8 @@ __all__ = [
     "LLM",
     "AserveError",
     "AuthenticationError",
+    "Beam",
+    "BeamSearch",
     "Client",
     "Completion",
     "ConfigError",
@@ -57,15 +60,20 @@ __all__ = [
     "RequestFailedError",
     "RequestTooLargeError",
     "SamplingParams",
+    "SlowReader",
     "Stream",
     "StructuredOutput",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
     "WorkerInfo",
+    "beam_search",
+    "run_beams",
 ]
 
 _MODULES = {
+    "Beam": "beams",
+    "BeamSearch": "beams",
     "Client": "client",
     "Completion": "request",
     "Delta": "request",
@@ -76,12 +84,15 @@ _MODULES = {
     "LLM": "llm",
     "Metrics": "metrics",
     "SamplingParams": "request",
+    "SlowReader": "stream",
     "Stream": "stream",
     "StructuredOutput": "constraint",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",
     "WorkerInfo": "plan",
+    "beam_search": "beams",
+    "run_beams": "beams",
 }
 
 

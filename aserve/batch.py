@@ -91,8 +91,12 @@ class Batch:
         return (self._running[index][1] for index in range(len(self._running) - 1, 0, -1))
 
     def victim(self) -> Request:
-        """The running request to preempt where memory is short: of those of lowest priority the newest, or the newest
-        of the tenant that the policy names. With more than one running never the oldest of highest priority."""
+        """The running request to preempt where memory is short: one whose reader is away, or of those of lowest
+        priority the newest, or the newest of the tenant that the policy names. With more than one running never the
+        oldest of highest priority."""
+        for request in self.newest_first():
+            if request.detached:
+                return request
         last = self._running[-1][1]
         tenant = self._policy.loser(None, self.num_by_tenant)
         for request in self.newest_first() if tenant is not None else ():

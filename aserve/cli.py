@@ -142,6 +142,13 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="between comments on a stream (default: %(default)s)",
     )
+    _add_stream_flags(http)
+    http.add_argument(
+        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or mistral"
+    )
+    http.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how the model writes its thoughts: deepseek_r1, qwen3 or think"
+    )
     http.add_argument(
         "--drain-timeout",
         type=float,
@@ -159,6 +166,49 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_serve)
 
 
+def _add_stream_flags(http: argparse._ArgumentGroup) -> None:
+    http.add_argument(
+        "--resume-grace",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds that a stream runs on for a client that was cut off (default: %(default)s, it is cancelled)",
+    )
+    http.add_argument(
+        "--max-resume-grace",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="the most that a request may ask for with X-Resume-Grace (default: %(default)s)",
+    )
+    http.add_argument(
+        "--journal-bytes",
+        type=int,
+        default=1 << 20,
+        metavar="N",
+        help="events kept of a stream that may be resumed (default: %(default)s)",
+    )
+    http.add_argument(
+        "--slow-client",
+        choices=("pause", "cancel", "coalesce"),
+        default="coalesce",
+        help="what happens to the stream of a client that is far behind (default: %(default)s)",
+    )
+    http.add_argument(
+        "--max-unsent-bytes",
+        type=int,
+        default=1 << 20,
+        metavar="N",
+        help="text that may wait for a client before it is far behind (default: %(default)s)",
+    )
+    http.add_argument(
+        "--exit-on-death",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end the process when the engine dies, for a supervisor to start it again",
+    )
+
+
 def _serve(args: argparse.Namespace) -> int:
     from routes.server import ServerOptions, serve  # here, so that other commands never load a web framework
 
@@ -171,7 +221,15 @@ def _serve(args: argparse.Namespace) -> int:
         cors_origins=tuple(args.cors_origin),
         max_body_bytes=args.max_body_bytes,
         ping_interval=args.ping_interval,
+        resume_grace=args.resume_grace,
+        max_resume_grace=args.max_resume_grace,
+        journal_bytes=args.journal_bytes,
+        slow_client=args.slow_client,
+        max_unsent_bytes=args.max_unsent_bytes,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         drain_timeout=args.drain_timeout,
+        exit_on_death=args.exit_on_death,
         log_level=args.log_level,
         root_path=args.root_path,
         ssl_keyfile=args.ssl_keyfile,

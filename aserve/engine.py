@@ -25,7 +25,7 @@ from aserve.chat_template import Message
 from aserve.config import EngineConfig
 from aserve.constraint import Constraint
 from aserve.detokenizer import Detokenizer
-from aserve.errors import AserveError, InvalidRequestError, OverloadedError
+from aserve.errors import AserveError, InvalidRequestError, OverloadedError, RequestFailedError
 from aserve.executors import Executor
 from aserve.grammar import Grammars
 from aserve.metrics import Metrics
@@ -35,9 +35,11 @@ from aserve.plan import WorkerInfo
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams, Sequence
 from aserve.scheduler import Scheduler
-from aserve.stream import Mailbox, Stream
+from aserve.stream import Mailbox, SlowReader, Stream
 from aserve.structured import StructuredOutputs
 from aserve.tokenizer import Tokenizer
+
+MAX_UNREAD = 1 << 20  # bytes
 
 _STOP_SECONDS = 10.0  # how long a step may still take once the streams are ended; then its thread is left behind
 _DEAD_STOP_SECONDS = 1.0
@@ -52,6 +54,8 @@ class RequestOptions(TypedDict, total=False):
     ttft_timeout: float | None  # seconds to its first token
     label: str | None  # the client's own id; need not be unique
     cache_salt: str | None  # requests with different salts share no cached prefix
+    slow_reader: SlowReader  # what happens once more than `max_unread` bytes wait to be read; default: coalesce
+    max_unread: int
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -71,6 +75,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_swapped: int
+    num_paused: int  # their readers are behind
     num_blocks_used: int
     num_blocks: int
     num_in_flight: int
@@ -79,6 +84,9 @@ class EngineStats:
     num_prefix_hit_tokens: int
     num_preemptions: int
     last_step_seconds: float
+    last_step_age: float | None  # seconds since the last step was done
+    oldest_wait: float  # seconds that the oldest request which has not run yet waits
+    preemptions: Mapping[tuple[str, str], int]  # by kind (swap, recompute) and cause (memory, fairness, away)
 
 
 class Engine:
@@ -206,6 +214,22 @@ class Engine:
         """True once `start` was called, whether or not the model is loaded yet."""
         return self._started
 
+    async def warm_up(self) -> None:
+        """Generates a token, unless some were: what is made at first use is made, and the model is seen to work."""
+        if not self.metrics.num_output_tokens:
+            params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+            await (await self.submit([0], params, label="warm-up")).completions()
+
+    @property
+    def dead(self) -> bool:
+        """True once the engine cannot go on; `check` says why."""
+        return self._pipeline is not None and self._pipeline.dead is not None
+
+    async def died(self) -> None:
+        """Waits until the engine cannot go on, if ever. It must have been started."""
+        assert self._pipeline is not None, "the engine is not started"
+        await self._pipeline.died.wait()
+
     def check(self) -> None:
         """Raises EngineDeadError or OverloadedError when no request can be served."""
         if self._pipeline is not None and self._pipeline.dead is not None:
@@ -218,11 +242,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts of this moment; cheap."""
         assert self._pipeline is not None, "the engine is not started"
-        now = self._scheduler.stats()
+        now, time = self._scheduler.stats(), self._loop.time()
+        last = self._pipeline.last_step_time
         return EngineStats(
             num_running=now.num_running,
             num_waiting=now.num_waiting,
             num_swapped=now.num_swapped,
+            num_paused=now.num_paused,
             num_blocks_used=now.num_blocks_used,
             num_blocks=now.num_blocks,
             num_in_flight=self._pipeline.num_in_flight,
@@ -231,6 +257,9 @@ class Engine:
             num_prefix_hit_tokens=now.num_prefix_hit_tokens,
             num_preemptions=now.num_preemptions,
             last_step_seconds=self._pipeline.last_step_seconds,
+            last_step_age=None if last is None else time - last,
+            oldest_wait=self._scheduler.oldest_wait(time),
+            preemptions={(kind, cause): n for (kind, cause), n in self._scheduler.preemptions.items()},
         )
 
     @property
@@ -302,8 +331,14 @@ class Engine:
     def _stream(
         self, encode: Callable[[], Awaitable[Items[int]]], params: SamplingParams | None, options: RequestOptions
     ) -> Stream:
-        box = Mailbox(asyncio.get_running_loop(), self._cancel)
         key = secrets.token_hex(16)
+        box = Mailbox(
+            asyncio.get_running_loop(),
+            self._cancel,
+            n=params.n if params else 1,
+            limit=options.get("max_unread", MAX_UNREAD),
+            pace=partial(self._pace, options.get("slow_reader", "coalesce")),
+        )
         opener = partial(self._open, box, key, encode, params, options)
         return Stream(box, key=key, label=options.get("label"), n=params.n if params else 1, open=opener)
 
@@ -379,6 +414,18 @@ class Engine:
         """A slow mask is there: what was held back may be planned. Called on the mask thread."""
         if self._pipeline is not None:
             self._loop.call_soon_threadsafe(self._pipeline.wake)
+
+    def _pace(self, policy: SlowReader, box: Mailbox) -> None:
+        """The reader has fallen behind, or caught up. Coalescing needs nothing: a request's max_tokens bounds it."""
+        if self._pipeline is None or box.request is None:
+            return
+        if box.behind and (box.away or policy == "cancel"):
+            why = "it was away too long" if box.away else "it reads too slowly"
+            self._pipeline.cancel(
+                box.request, "cancelled", RequestFailedError(f"the reader left too much unread: {why}")
+            )
+        elif policy == "pause":
+            self._pipeline.pause(box.request, paused=box.behind)
 
     def _cancel(self, request: Request) -> None:
         if self._pipeline is not None:

@@ -28,7 +28,7 @@ class Phase(enum.Enum):
     WAITING = "waiting"  # no blocks owned, or only cached prefix blocks; tokens are known, KV is not
     RUNNING = "running"  # has a slot and blocks; may be planned into a step
     SWAPPED = "swapped"  # its blocks are in the host pool
-    PAUSED = "paused"  # its reader is behind; holds blocks but is not planned
+    PAUSED = "paused"  # its reader is behind; owns no blocks, but the prefix cache keeps them while memory lasts
     FINISHED = "finished"  # owns nothing; terminal
 
 
@@ -222,6 +222,7 @@ class Request:
     first_scheduled: float | None = None
     first_token: float | None = None
     num_preemptions: int = 0
+    detached: bool = False  # its reader is away for a while: the first to be preempted
 
     @property
     def finished(self) -> bool:

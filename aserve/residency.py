@@ -203,14 +203,15 @@ class Residency:
         num_uncached = sum(not self._blocks.is_cached(block) for block in held)
         return self._costs.prefers_swap(len(held), num_uncached)
 
-    def discard(self, request: Request) -> None:
-        """Takes a running or swapped request out of both pools; its KV is computed again when it resumes."""
+    def discard(self, request: Request, phase: Phase = Phase.WAITING) -> None:
+        """Takes a running or swapped request out of both pools; its KV is computed again when it resumes, but for what
+        the prefix cache still has."""
         if len(request.prompt_logprobs) < len(request.prompt) - 1:
             request.prompt_logprobs.clear()
         for seat in self._batch.groups.get(request, [])[:]:
             self._batch.remove(seat)
             self._blocks.release(seat.table)
-            seat.sequence.move(Phase.WAITING)
+            seat.sequence.move(phase)
             seat.sequence.num_computed = 0
         for sequence, table in self.swapped.pop(request, {}).items():
             self._blocks.release(table)

@@ -7,7 +7,7 @@ Work per step follows what changes, plus one tight loop over the draws; it does 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import islice
 from typing import Self
@@ -21,9 +21,10 @@ from aserve.errors import AserveError, RequestFailedError
 from aserve.plan import BlockCopy, StepPlan, StepResult, WorkerInfo
 from aserve.policy import Policy, load_policy
 from aserve.preemption import CostModel
+from aserve.quarantine import Quarantine
 from aserve.request import FinishReason, Phase, Request, Sequence
 from aserve.residency import Residency
-from aserve.seat import Draft, Event, Row, SchedulerStats, Seat, Step
+from aserve.seat import Draft, Event, Move, PreemptionCause, PreemptionKind, Row, SchedulerStats, Seat, Step
 from aserve.waiting import WaitingLine
 
 __all__ = ["Event", "Scheduler", "SchedulerStats"]
@@ -58,12 +59,16 @@ class Scheduler:
         self._batch = Batch(blocks, policy, self.max_num_seqs)
         self._residency = Residency(blocks, self._batch, self.costs)
         self._unfinished: dict[Request, None] = {}
+        self._paused: dict[Request, None] = {}  # their readers are behind
+        self._quarantine = Quarantine()
         self._cancelled: deque[Request] = deque()  # those that hold memory first
         self._deadlines = Deadlines()
         self._steps: deque[Step] = deque()
         self._events: list[Event] = []  # ends that no step brings
         self._swap_out: list[BlockCopy] = []  # they go first in the next plan
         self._swapped_out: list[Request] = []
+        self._moves: list[Move] = []
+        self.preemptions: Counter[tuple[PreemptionKind, PreemptionCause]] = Counter()
         self._number = 0
         self._num_preemptions = self._num_swaps = self._num_yields = self._num_prompt_tokens = (
             self._num_prefix_hit_tokens
@@ -105,6 +110,20 @@ class Scheduler:
                 self._cancelled.append(request)
                 self._line.remove(request)
 
+    def pause(self, request: Request, *, paused: bool) -> None:
+        """Takes a running request out of memory, where the prefix cache keeps what it can, or lets it come back. One
+        that is not running is left alone."""
+        if paused and request in self._batch.groups and request.cancel_reason is None:
+            self._residency.discard(request, Phase.PAUSED)
+            self._quarantine.excuse(request)
+            self._paused[request] = None
+        elif not paused and request in self._paused:
+            del self._paused[request]
+            for sequence in request.sequences:
+                if sequence.phase is Phase.PAUSED:
+                    sequence.move(Phase.WAITING)
+            self._line.put_back(request)
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Ends a sequence now, because of its text; its draws in flight are dropped and no event is made.
 
@@ -123,6 +142,15 @@ class Scheduler:
         """Ends found by schedule() that no commit has returned yet."""
         events, self._events = self._events, []
         return events
+
+    def take_moves(self) -> list[Move]:
+        """Who was preempted and who resumed since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def oldest_wait(self, now: float) -> float:
+        """Seconds since the arrival of the oldest request that has not run yet; 0 where there is none."""
+        return next((now - each.arrival for each in self._unfinished if each.first_scheduled is None), 0.0)
 
     @property
     def num_unfinished(self) -> int:
@@ -150,6 +178,7 @@ class Scheduler:
             num_waiting=self.num_waiting,
             num_running=self.num_running,
             num_swapped=self.num_swapped,
+            num_paused=len(self._paused),
             num_blocks=self.blocks.num_device_blocks,
             num_blocks_used=self.blocks.num_used,
             num_blocks_cached=self.blocks.num_cached,
@@ -191,7 +220,8 @@ class Scheduler:
         """Preempts from the end of the running order until the others' next blocks are free."""
         preempted = False
         while self._batch.num_growth(growing) > self.blocks.num_free:
-            self._preempt(self._batch.victim())
+            victim = self._batch.victim()
+            self._preempt(victim, "away" if victim.detached else "memory")
             self._residency.widen()
             growing = [seat for seat in growing if seat.active]
             preempted = True
@@ -200,17 +230,17 @@ class Scheduler:
     def _claim(self, growing: list[Seat], now: float) -> Request | None:
         """The waiting request that is next by right of its tenant, after others have made room for it."""
         request = self._line.peek(now)
-        if request is None or self._batch.num_due >= self.max_num_batched_tokens:
+        if request is None or self._quarantine or self._batch.num_due >= self.max_num_batched_tokens:
             return None
         yielding = find_yielding(request, self._batch, self.blocks, self._batch.num_growth(growing))
         if yielding is None:
             return None
         for each in yielding:
-            self._preempt(each)
+            self._preempt(each, "fairness")
         self._num_yields += len(yielding)
         return request
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: Request, cause: PreemptionCause) -> None:
         copies = self._residency.preempt(victim)
         if copies:
             self._swap_out += copies
@@ -218,6 +248,8 @@ class Scheduler:
             self._num_swaps += 1
         self._line.put_back(victim)
         self._num_preemptions += 1
+        self.preemptions["swap" if copies else "recompute", cause] += 1
+        self._moves.append(Move(victim, "preempted"))
 
     def _admit(self, draft: Draft, now: float, claimant: Request | None) -> None:
         """Brings in the claimant, preempted requests, and waiting ones, while tokens, slots and blocks are left."""
@@ -230,6 +262,8 @@ class Scheduler:
         for request in self._line.returning:
             if not self._has_room(draft):
                 return
+            if not self._quarantine.admits(request):
+                continue
             state = self._residency.enter(request, draft)
             if state == "full":
                 return
@@ -238,7 +272,7 @@ class Scheduler:
                 continue
             self._line.remove(request)
             self._start(request, draft, now)
-        while self._has_room(draft) and (new := self._line.peek(now)) is not None:
+        while not self._quarantine and self._has_room(draft) and (new := self._line.peek(now)) is not None:
             state = self._residency.enter(new, draft)
             if state == "full" or (state == "later" and num_later >= MAX_LATER):
                 return
@@ -253,6 +287,9 @@ class Scheduler:
         return draft.num_tokens < self.max_num_batched_tokens and self._batch.num_free_slots > 0
 
     def _start(self, request: Request, draft: Draft, now: float) -> None:
+        if request.num_preemptions:
+            self._moves.append(Move(request, "resumed"))
+        self._quarantine.enter(request)
         if request.first_scheduled is None:
             request.first_scheduled = now
             self._num_prompt_tokens += len(request.prompt)
@@ -271,6 +308,9 @@ class Scheduler:
             self.costs.observe_prefill(step.num_tokens, result.timings.compute)
         if result.bad:
             self._fail_bad(step, result.bad)
+        suspect = self._quarantine.on_trial
+        if suspect is not None and any(seat.sequence.request is suspect and seat.live for seat in step.drawing()):
+            self._quarantine.drew()
         events = self.take_events()
         self._commit_draws(step.decoding, result, 0, events)
         index = len(step.decoding)
@@ -331,23 +371,28 @@ class Scheduler:
         return index + len(row.drawing)
 
     def fail(self, number: int, slots: tuple[int, ...], error: AserveError, now: float) -> list[Event]:
-        """The oldest plan in flight failed. Requests of the culprit `slots`, or all of the step's where none are
-        named, end with the error; the others are computed again from their committed tokens."""
+        """The oldest plan in flight failed. Requests of the culprit `slots` end with the error; the others are computed
+        again from their committed tokens. Where no slot is named, they come back one by one to find the culprit."""
         step = self._steps.popleft()
         if step.number != number:
             raise ValueError(f"step {number} failed where step {step.number} was due")
         seats = [*step.decoding, *step.handed]
         for row in step.rows:
             seats += (row.seat, *row.drawing)
-        culprits = {seat.sequence.request for seat in seats if seat.slot in slots and seat.live}
         touched = dict.fromkeys(seat.sequence.request for seat in seats if seat.live)
-        for request in touched:
-            if request in culprits or not slots:
-                self._fail(request, error)
+        culprits = dict.fromkeys(seat.sequence.request for seat in seats if seat.slot in slots and seat.live)
+        for request in culprits if slots else self._quarantine.accuse(list(touched)):
+            self._fail(request, error)
         for request in dict.fromkeys((*touched, *step.swapped_out)):
             if request in self._unfinished:
                 self._rebuild(request)
+            if request in self._paused:
+                self._quarantine.excuse(request)
         return self.take_events()
+
+    def shed(self) -> None:
+        """A step ran out of memory: later ones compute fewer tokens."""
+        self.max_num_batched_tokens = max(self.max_num_seqs, self.max_num_batched_tokens // 2)
 
     def _rebuild(self, request: Request) -> None:
         """Nothing in memory can be trusted: drops its draws in flight and computes it again."""
@@ -390,6 +435,8 @@ class Scheduler:
         request = sequence.request
         if request.finished:
             del self._unfinished[request]
+            self._paused.pop(request, None)
+            self._quarantine.forget(request)
             self._deadlines.remove(request)
             self._line.remove(request)
 
@@ -430,6 +477,7 @@ class Scheduler:
             phases = {sequence.phase for sequence in request.sequences} - {Phase.FINISHED}
             assert len(phases) == 1, f"request {request.id} is in {phases}"
             assert (request in self._batch.groups) == (Phase.RUNNING in phases)
+            assert (request in self._paused) == (Phase.PAUSED in phases)
             assert Phase.SWAPPED not in phases or request in returning
             if not self._steps:
                 assert not any(sequence.num_inflight for sequence in request.sequences)

@@ -1,8 +1,8 @@
 """The way of a request's output from the engine to whoever reads it.
 
-A `Mailbox` is the engine's end: it never waits and is never full, since deltas that pile up are joined per choice
-when read (a request's max_tokens bounds them). A `Stream` is the user's end; the engine holds no reference to it, so
-that dropping it can cancel the request. Nothing here may block or create a task.
+A `Mailbox` is the engine's end: it never waits and is never full, since deltas that pile up are joined per choice;
+past a bound it tells the engine, which may pause or cancel the request. A `Stream` is the user's end; the engine holds
+no reference to it, so that dropping it can cancel the request. Nothing here may block or create a task.
 """
 
 from __future__ import annotations
@@ -12,23 +12,60 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from aserve.errors import AserveError, InvalidRequestError
 from aserve.request import Completion, Delta, Request, Usage
 
+Change = Literal["preempted", "resumed"]  # memory ran short, and is there again
+SlowReader = Literal["coalesce", "pause", "cancel"]  # what happens to a request whose reader is behind
+_TOKEN_BYTES = 4  # what an id counts against a limit
+_MANY_DELTAS = 64  # unread ones are joined past this number: a reader that keeps up never has so many
+
 
 class Mailbox:
-    """Undelivered deltas of one request, and how it ended. Everything but `abandon` runs on the loop's thread."""
+    """Undelivered deltas of one request, and how it ended. Everything but `abandon` runs on the loop's thread.
 
-    __slots__ = ("_cancel", "_deltas", "_loop", "_waiter", "ended", "error", "request")
+    With a `limit`, `pace` is called when more than that many bytes are unread, with `behind` set, and again when they
+    are read, with `behind` cleared.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, cancel: Callable[[Request], None]) -> None:
+    __slots__ = (
+        "_away_limit",
+        "_cancel",
+        "_deltas",
+        "_limit",
+        "_loop",
+        "_many",
+        "_pace",
+        "_waiter",
+        "behind",
+        "ended",
+        "error",
+        "on_change",
+        "request",
+    )
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        cancel: Callable[[Request], None],
+        *,
+        n: int = 1,
+        limit: int | None = None,
+        pace: Callable[[Mailbox], None] | None = None,
+    ) -> None:
         self._loop = loop
         self._cancel = cancel  # marks the request; the scheduler reaps it
         self._deltas: list[Delta] = []
+        self._many = max(_MANY_DELTAS, 2 * n)  # joining leaves at most n
+        self._limit = limit
+        self._away_limit: int | None = None  # in its place while nobody reads
+        self._pace = pace
+        self.behind = False  # more is unread than the limit allows
         self._waiter: asyncio.Future[None] | None = None  # at most one reader
         self.request: Request | None = None  # None until admitted
+        self.on_change: Callable[[Change], None] | None = None
         self.ended = False  # no delta will follow
         self.error: AserveError | None = None  # raised to the reader once the deltas are read
 
@@ -37,6 +74,41 @@ class Mailbox:
         self._deltas.append(delta)
         if self._waiter is not None:
             self._wake()
+        elif len(self._deltas) > self._many:
+            self._pile_up()
+
+    def _pile_up(self) -> None:
+        """The reader is late: what waits is joined, and counted against the limit."""
+        self._deltas = _join(self._deltas)
+        limit = self._limit if self._away_limit is None else self._away_limit
+        if limit is None or self.behind or self._pace is None:
+            return
+        if sum(len(delta.text.encode()) + _TOKEN_BYTES * len(delta.token_ids) for delta in self._deltas) > limit:
+            self.behind = True
+            self._pace(self)
+
+    @property
+    def away(self) -> bool:
+        """True while nobody reads and the request runs on."""
+        return self._away_limit is not None
+
+    def leave(self, limit: int) -> None:
+        """Nobody reads from now on: up to `limit` bytes are kept."""
+        self._away_limit = limit
+        self._catch_up()
+        if self.request is not None:
+            self.request.detached = True
+
+    def come_back(self) -> None:
+        """A reader is there again."""
+        self._away_limit = None
+        if self.request is not None:
+            self.request.detached = False
+
+    def _catch_up(self) -> None:
+        if self.behind and self._pace is not None:
+            self.behind = False
+            self._pace(self)
 
     def end(self, error: AserveError | None = None) -> None:
         """No delta will follow. The first call decides."""
@@ -56,6 +128,8 @@ class Mailbox:
         if not deltas:
             return []
         self._deltas = []
+        if self.behind:
+            self._catch_up()
         return deltas if len(deltas) == 1 else _join(deltas)
 
     async def wait(self) -> bool:
@@ -198,11 +272,28 @@ class Stream:
         """True once no delta will follow those already there."""
         return self._box.ended
 
-    async def aclose(self) -> None:
+    def on_change(self, call: Callable[[Change], None] | None) -> None:
+        """Has the engine call that when the request is preempted for want of memory, and when it runs again."""
+        self._box.on_change = call
+
+    def detach(self, limit: int) -> None:
+        """Nobody reads for now. The request runs on, is the first to be preempted, and is cancelled once more than
+        `limit` bytes wait."""
+        self._box.leave(limit)
+
+    def attach(self) -> None:
+        """The reader is back."""
+        self._box.come_back()
+
+    def cancel(self) -> None:
         """Cancels the request if it is not finished. Idempotent."""
         self._open = None
         self._ahead.clear()
         self._box.cancel()
+
+    async def aclose(self) -> None:
+        """`cancel`, as `async with` and `contextlib.aclosing` call it."""
+        self.cancel()
 
     async def __aenter__(self) -> Self:
         await self.submit()

@@ -1,23 +1,32 @@
 """From a delta to the text of one SSE event, at the cost of one format and one escape.
 
-A chunk's JSON is the same for every token of a stream but for three holes: the event's offset (tokens of this engine
-stream so far), the choice's index, and the text. `ChunkFrames` cuts it into fixed pieces once. completions.py and
-chat.py subclass it; sse.py calls it. Its output is ASCII, so U+2028, U+2029, U+0085 and control characters reach the
-wire as JSON escapes and no reader can split an event at one.
+A chunk's JSON is the same for every token of a stream but for three holes: the event's offset (its last entry in the
+response's journal: one per token per choice, and one for an event without tokens), the choice's index, and the text.
+`ChunkFrames` cuts it into fixed pieces once. completions.py and chat.py subclass it; sse.py calls it. Its output is
+ASCII, so U+2028, U+2029, U+0085 and control characters reach the wire as JSON escapes and no reader can split an event
+at one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Generic, TypeVar
 
 from aserve import Delta, SamplingParams, Stream, Usage
+from routes.response_body import ResponseBody
 from routes.schemas import ChatBody, CompletionBody
 
-B = TypeVar("B", CompletionBody, ChatBody)
+B = TypeVar("B", CompletionBody, ChatBody, ResponseBody)
+
+
+@dataclass(slots=True)
+class Offset:
+    """How far a response's events have come, over all its choices and prompts. It grows with every event."""
+
+    value: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +38,16 @@ class Job(Generic[B]):
     model: str
     created: int  # seconds since the epoch
     streams: Sequence[Stream]
+    offset: Offset = field(default_factory=Offset)
+    num_output_tokens: int | None = None  # of a response that is not streamed; more than its choices' under best_of
 
     def usage(self) -> dict[str, Any]:
         """The OpenAI usage object over all prompts, final once they have ended."""
-        return usage_object([stream.usage for stream in self.streams])
+        usage = usage_object([stream.usage for stream in self.streams])
+        if self.num_output_tokens is not None:
+            usage["completion_tokens"] = self.num_output_tokens
+            usage["total_tokens"] = usage["prompt_tokens"] + self.num_output_tokens
+        return usage
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
@@ -57,11 +72,12 @@ class ChunkFrames:
     def __init__(self, job: Job[Any], position: int, envelope: dict[str, Any]) -> None:
         self.job = job
         self._stream = job.streams[position]
-        self._offset = 0
+        self._offset = job.offset
+        self._num_tokens = 0
         self._first_index = position * job.params.n
         self._plain = job.params.logprobs is None and not job.body.wants_running_usage
         head = json.dumps(envelope, separators=(",", ":"))[:-1]
-        self._id = f"id: {self._stream.key}:"
+        self._id = f"id: {job.streams[0].key}:"
         self._data = f'\ndata: {head},"choices":['
         self._head = f'{self._data}{{"index":'
         self._close = ',"usage":null}\n\n' if job.body.wants_usage else "}\n\n"
@@ -71,32 +87,43 @@ class ChunkFrames:
         """Events that go before the first delta."""
         return ""
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
-        """The choice object of a chunk, less its index."""
+    def choice(self, delta: Delta) -> dict[str, Any] | None:
+        """The choice object of a chunk, less its index; None where there is nothing to say yet."""
         raise NotImplementedError
 
     def render(self, delta: Delta) -> str:
         """The event of a delta; "" while its text is held back (part of a character or of a stop string)."""
-        self._offset += len(delta.token_ids)
+        num_tokens = len(delta.token_ids)
+        self._num_tokens += num_tokens
+        self._offset.value += num_tokens or 1
         if self._plain and delta.finish_reason is None:
             if not delta.text:
                 return ""
             index = self._first_index + delta.index
-            return f"{self._id}{self._offset}{self._head}{index}{self.before}{quote(delta.text)}{self._tail}"
-        return self.event(self.choice(delta), delta.index)
+            return f"{self._id}{self._offset.value}{self._head}{index}{self.before}{quote(delta.text)}{self._tail}"
+        choice = self.choice(delta)
+        return "" if choice is None else self.event(choice, delta.index)
+
+    def opening_event(self, choice: dict[str, Any], index: int) -> str:
+        """An event before the first token."""
+        self._offset.value += 1
+        return self.event(choice, index)
 
     def event(self, choice: dict[str, Any], index: int) -> str:
         """One event with any choice object."""
         body = _dump({"index": self._first_index + index} | choice)
         if not self.job.body.wants_running_usage:
-            return f"{self._id}{self._offset}{self._data}{body}]{self._close}"
+            return f"{self._id}{self._offset.value}{self._data}{body}]{self._close}"
         prompt, _, cached = self._stream.usage
-        usage = _dump(usage_object([Usage(prompt, self._offset, cached)]))
-        return f'{self._id}{self._offset}{self._data}{body}],"usage":{usage}}}\n\n'
+        usage = _dump(usage_object([Usage(prompt, self._num_tokens, cached)]))
+        return f'{self._id}{self._offset.value}{self._data}{body}],"usage":{usage}}}\n\n'
 
-    def usage_event(self) -> str:
+    def closing(self) -> str:
         """The chunk before [DONE] for a client that asked for usage: no choices, the counts of the whole request."""
-        return f'{self._id}{self._offset}{self._data}],"usage":{_dump(self.job.usage())}}}\n\n'
+        if not self.job.body.wants_usage:
+            return ""
+        self._offset.value += 1
+        return f'{self._id}{self._offset.value}{self._data}],"usage":{_dump(self.job.usage())}}}\n\n'
 
 
 def _dump(value: Any) -> str:

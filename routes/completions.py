@@ -24,7 +24,7 @@ class Completions(GenerationEndpoint[CompletionBody]):
     kind = CompletionBody
 
     async def submit(self, body: CompletionBody, params: SamplingParams, record: Record) -> list[Stream]:
-        arguments = body.submit_arguments() | {"label": record.label}
+        arguments = body.submit_arguments() | self.options.submit_arguments() | {"label": record.label}
         if body.add_special_tokens is not None:
             arguments["add_special_tokens"] = body.add_special_tokens
         return await submit_all(self.engine.submit(prompt, params, **arguments) for prompt in body.prompts())
@@ -100,7 +100,7 @@ class CompletionFrames(ChunkFrames):
             return ""
         entries = self._endpoint.echoed_entries(self.job, self._position)
         choices = range(self.job.params.n)
-        return "".join([self.event(self._choice(i, text, entries, None, None), i) for i in choices])
+        return "".join([self.opening_event(self._choice(i, text, entries, None, None), i) for i in choices])
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         entries = delta.logprobs or ()

@@ -9,29 +9,40 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic
 
 import anyio
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from aserve import Completion, Engine, NotFoundError, SamplingParams, Stream
-from routes.chunks import B, ChunkFrames, Job
-from routes.http import ClientGone, endpoint_errors, json_response, read_body, unless_gone, warning_headers
+from aserve import Completion, Engine, NotFoundError, SamplingParams, SlowReader, Stream
+from routes import choices
+from routes.chunks import B, Job
+from routes.http import ClientGone, endpoint_errors, header, json_response, read_body, unless_gone, warning_headers
 from routes.records import Live, Record, abnormal
+from routes.resume import Sessions
 from routes.schemas import parse, unknown_fields
-from routes.sse import EventStream
+from routes.sse import EventStream, Renderer
+from routes.turn import TurnFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What create_app was told. Seconds: `ping_interval`, and how long a step may take before health says so."""
+    """What create_app was told. Seconds: `ping_interval`, and how long a step may take before health says so. Past
+    `max_unsent_bytes` that a client has not taken, `slow_client` says what happens to its stream."""
 
     served_model_names: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
     stall_timeout: float = 60.0
+    turn_format: TurnFormat = field(default_factory=TurnFormat)
+    slow_client: SlowReader = "coalesce"
+    max_unsent_bytes: int = 1 << 20
+
+    def submit_arguments(self) -> dict[str, Any]:
+        """What engine.submit takes for every request."""
+        return {"slow_reader": self.slow_client, "max_unread": self.max_unsent_bytes}
 
     def names(self, engine: Engine) -> tuple[str, ...]:
         """What clients may call the model: the engine's own name where no other was given."""
@@ -52,9 +63,10 @@ class GenerationEndpoint(ABC, Generic[B]):
 
     kind: ClassVar[type[Any]]
 
-    def __init__(self, engine: Engine, live: Live, options: Options) -> None:
+    def __init__(self, engine: Engine, live: Live, sessions: Sessions, options: Options) -> None:
         self.engine = engine
         self.live = live
+        self.sessions = sessions
         self.options = options
 
     @abstractmethod
@@ -62,7 +74,7 @@ class GenerationEndpoint(ABC, Generic[B]):
         """Hands the request to the engine. Raises AserveError where it is refused; then nothing stays open."""
 
     @abstractmethod
-    def frames(self, job: Job[B], position: int) -> ChunkFrames:
+    def frames(self, job: Job[B], position: int) -> Renderer:
         """The renderer of job.streams[position]."""
 
     @abstractmethod
@@ -71,38 +83,48 @@ class GenerationEndpoint(ABC, Generic[B]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with endpoint_errors(scope, receive, send):
+            if header(scope, b"last-event-id"):
+                raw = await read_body(scope, receive, self.options.max_body_bytes)
+                await self.sessions.resume(scope, receive, send, body=raw)
+                return
             self.engine.check()
             record: Record = scope["aserve.record"]
+            grace = self.sessions.grace_of(scope)
             raw = await read_body(scope, receive, self.options.max_body_bytes)
             body: B = parse(raw, self.kind)
             body.check()
             model = self.options.check_model(self.engine, body.model)
             params = body.params(self.engine.default_sampling())
             headers = warning_headers(unknown_fields(raw, self.kind))
-            streams = await self.submit(body, params, record)
+            streams = await self.submit(body, choices.drawn(self.engine, body, params), record)
             job = Job(body, params, model, int(time.time()), streams)
             self.live.add(record, streams)
+            if body.stream and grace:
+                await self.sessions.open(self._stream(job, record, headers), grace, raw, scope, receive, send)
+                return
             try:
                 response = self._stream(job, record, headers) if body.stream else None
                 await (response or await self._collect(job, record, receive, headers))(scope, receive, send)
             finally:
                 self.live.remove(record)
 
-    def _stream(self, job: Job[B], record: Record, headers: dict[str, str]) -> ASGIApp:
+    def _stream(self, job: Job[B], record: Record, headers: dict[str, str]) -> EventStream:
         sources = [(stream, self.frames(job, i)) for i, stream in enumerate(job.streams)]
-        closing = sources[-1][1].usage_event if job.body.wants_usage else str
+        closing = sources[-1][1].closing
         return EventStream(sources, record, closing=closing, ping_interval=self.options.ping_interval, headers=headers)
 
     async def _collect(self, job: Job[B], record: Record, receive: Receive, headers: dict[str, str]) -> Response:
         """Awaits every choice, unless the client leaves."""
         try:
             with record.cancellable():
-                completions = await unless_gone(receive, _completions(job.streams))
+                drawing = choices.completions(self.engine, job.body, job.params, job.streams)
+                completions, num_tokens = await unless_gone(receive, drawing)
             if record.cancellation is not None:
                 raise record.cancellation
             for error in (abnormal(c.finish_reason) for group in completions for c in group):
                 if error is not None:
                     raise error
+            job = replace(job, num_output_tokens=num_tokens)
             return json_response(self.answer(job, completions), headers=headers)
         except ClientGone:
             record.outcome = "disconnected"
@@ -110,11 +132,6 @@ class GenerationEndpoint(ABC, Generic[B]):
         finally:
             with anyio.CancelScope(shield=True):
                 await close_all(job.streams)
-
-
-async def _completions(streams: Sequence[Stream]) -> list[list[Completion]]:
-    """All choices of all streams. They run at once in the engine whatever the order of reading."""
-    return [await stream.completions() for stream in streams]
 
 
 async def submit_all(submissions: Iterable[Awaitable[Stream]]) -> list[Stream]:

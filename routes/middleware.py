@@ -20,7 +20,7 @@ from routes.records import Record
 
 log = logging.getLogger("aserve.access")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # for probes, which carry no key
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/dashboard", "/docs"})  # probes, and pages without data
 _LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/load"})  # logged at debug
 
@@ -87,6 +87,7 @@ class ApiKeys:
             return False
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # Every key is compared, in constant time: how long it takes says nothing about any of them.
+        scope["aserve.api_key"] = given  # whose streams the caller may resume
         return any([hmac.compare_digest(given, digest) for digest in self._digests])
 
 

@@ -7,7 +7,7 @@ in `Live`, where DELETE /v1/requests/{id} finds it. A client's own id is a label
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -44,6 +44,7 @@ class Record:
     first_token: float | None = None
     outcome: str = ""
     cancellation: AserveError | None = None
+    away: Callable[[], None] | None = None  # what cancels a resumable request whose client is away
     _scope: anyio.CancelScope | None = None
 
     def token(self) -> None:
@@ -61,6 +62,8 @@ class Record:
     def cancel(self, message: str) -> None:
         """Ends the request from outside; its client gets the error."""
         self.cancellation = CancelledRequestError(message)
+        if self.away is not None:
+            self.away()
         if self._scope is not None:
             self._scope.cancel()
 
@@ -97,14 +100,22 @@ class Live:
         for stream in streams:
             self._records[stream.key] = record
 
+    def record(self, stream: Stream) -> Record:
+        """The request of a stream that is in flight."""
+        return self._records[stream.key]
+
     def remove(self, record: Record) -> None:
         """Forgets a request that has ended."""
-        for stream in record.streams:
+        self.forget(record.streams)
+
+    def forget(self, streams: Sequence[Stream]) -> None:
+        """Forgets the request of these streams, whichever connection it is on."""
+        for stream in streams:
             self._records.pop(stream.key, None)
 
     def cancel(self, name: str) -> bool:
-        """Cancels by key, with or without the response's prefix (cmpl-, chatcmpl-). False where it is unknown."""
-        record = self._records.get(name.rpartition("-")[2])
+        """Cancels by key, with or without a response's prefix (cmpl-, chatcmpl-, resp_). False where it is unknown."""
+        record = self._records.get(name.replace("_", "-").rpartition("-")[2])
         if record is None:
             return False
         record.cancel("the request was cancelled by DELETE /v1/requests")

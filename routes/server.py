@@ -12,6 +12,7 @@ import importlib
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from aserve import ConfigError, Engine, EngineConfig
+from aserve import ConfigError, Engine, EngineConfig, SlowReader
 from routes.app import create_app
 
 log = logging.getLogger("aserve.server")
 
 _CLOSE_SECONDS = 5.0  # for the last error events to reach slow readers
+_SWITCH_INTERVAL = 1e-4  # seconds that the event loop may keep the interpreter from the model thread
+_UNSENT_BYTES = 64 << 10
+_DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,15 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
+    resume_grace: float = 0.0
+    max_resume_grace: float = 60.0
+    journal_bytes: int = 1 << 20
+    slow_client: SlowReader = "coalesce"
+    max_unsent_bytes: int = 1 << 20
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     drain_timeout: float = 30.0
+    exit_on_death: bool = True
     log_level: str = "info"
     root_path: str = ""  # where a proxy mounts the server
     ssl_keyfile: str | None = None
@@ -53,9 +65,15 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(options)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     with bind(options.host, options.port) as listener:
         return serve_engine(Engine(config), listener, options)
+
+
+def set_up_logging(options: ServerOptions) -> None:
+    """Log lines go to stderr."""
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
@@ -77,7 +95,7 @@ def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions
         ssl_certfile=options.ssl_certfile,
         timeout_graceful_shutdown=int(_CLOSE_SECONDS),
     )
-    server = Server(settings, engine, options.drain_timeout)
+    server = Server(settings, engine, options.drain_timeout, exit_on_death=options.exit_on_death)
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         return runner.run(server.run_engine(listener))
 
@@ -91,6 +109,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _bound_connections(listener)
             listener.bind(address)
             listener.listen(2048)
         except BaseException:
@@ -99,6 +118,15 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}", param="port") from None
     return listener
+
+
+def _bound_connections(listener: socket.socket) -> None:
+    """What every accepted connection inherits: the system holds little that a slow client has not taken, so that the
+    server sees that it is slow; and a client that is gone without a word is noticed."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_NOTSENT_LOWAT", _UNSENT_BYTES), ("TCP_USER_TIMEOUT", int(_DEAF_SECONDS * 1000))):
+        if hasattr(socket, name):  # Linux
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
@@ -111,6 +139,13 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             cors_origins=options.cors_origins,
             max_body_bytes=options.max_body_bytes,
             ping_interval=options.ping_interval,
+            resume_grace=options.resume_grace,
+            max_resume_grace=options.max_resume_grace,
+            journal_bytes=options.journal_bytes,
+            slow_client=options.slow_client,
+            max_unsent_bytes=options.max_unsent_bytes,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
         )
     module, _, name = options.app.partition(":")
     try:
@@ -123,9 +158,12 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
 class Server(uvicorn.Server):
     """uvicorn, with a drain between the first signal and its own shutdown."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain_timeout: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: Engine, drain_timeout: float, *, exit_on_death: bool = True
+    ) -> None:
         super().__init__(config)
         self._engine = engine
+        self._exit_on_death = exit_on_death
         self._drain_timeout = drain_timeout
         self._num_signals = 0
         self._signalled = asyncio.Event()
@@ -135,7 +173,7 @@ class Server(uvicorn.Server):
     async def run_engine(self, listener: socket.socket) -> int:
         """Loads the model while the port already answers 503, serves, drains; the exit code."""
         self._loop = asyncio.get_running_loop()
-        starting = asyncio.create_task(self._engine.start())
+        starting = asyncio.create_task(self._start())
         serving = asyncio.create_task(self.serve([listener]))
         signalled = asyncio.create_task(self._signalled.wait())
         try:
@@ -143,12 +181,21 @@ class Server(uvicorn.Server):
             if starting.done():
                 starting.result()  # raises what loading failed with
                 self._log_ready()
-                await asyncio.wait([serving, signalled], return_when=asyncio.FIRST_COMPLETED)
+                died = asyncio.create_task(self._engine.died())
+                ends = [serving, signalled, died] if self._exit_on_death else [serving, signalled]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if died.done() and not signalled.done():
+                    log.critical("exiting, because the engine is dead: a supervisor should start the server again")
+                died.cancel()
             return await self._drain(starting)
         finally:
             signalled.cancel()
             self.should_exit = True
             await serving
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        await self._engine.warm_up()
 
     def _log_ready(self) -> None:
         info = self._engine.info
@@ -165,7 +212,8 @@ class Server(uvicorn.Server):
 
     async def _drain(self, starting: asyncio.Task[None]) -> int:
         """Ends open requests: by themselves in time, else, or at the second signal, with an error."""
-        log.info("draining for up to %g s; signal again to end at once", self._drain_timeout)
+        if not self._engine.dead:
+            log.info("draining for up to %g s; signal again to end at once", self._drain_timeout)
         starting.cancel()
         began = time.monotonic()
         stopping = asyncio.create_task(self._engine.stop(drain_timeout=self._drain_timeout))
@@ -176,7 +224,7 @@ class Server(uvicorn.Server):
         stopping.cancel()
         await asyncio.wait([stopping])
         await self._engine.stop()
-        return 0 if whole else 1
+        return 0 if whole and not self._engine.dead else 1
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn's signal handlers, between two bytecodes of the loop's thread."""

@@ -129,3 +129,8 @@ async def post(app: ASGIApp, path: str, body: bytes | Any, **options: Any) -> Re
 async def get(app: ASGIApp, path: str, **options: Any) -> Reply:
     """A GET."""
     return await call(app, "GET", path, **options)
+
+
+async def delete(app: ASGIApp, path: str, **options: Any) -> Reply:
+    """A DELETE."""
+    return await call(app, "DELETE", path, **options)

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import IO, Any
 
 import httpx
 
@@ -28,13 +29,14 @@ class Process:
 
 
 @contextmanager
-def server(drain_timeout: float = 30.0) -> Iterator[Process]:
-    """A server over the fake model that answers /health with 200."""
+def server(*, log: IO[str] | int = PIPE, **options: Any) -> Iterator[Process]:
+    """A server over the fake model that answers /health with 200. Options are those of serve_fake.py. `log` takes its
+    log; a pipe holds 64 KiB of it."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve_fake", "0", str(drain_timeout)],
+        [sys.executable, "-m", "tests.serve_fake", "0", json.dumps(options)],
         cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=PIPE,
+        stderr=log,
         text=True,
     )
     try:

@@ -1,34 +1,46 @@
-"""`aserve serve` over the fake model, in a process of its own: python -m tests.serve_fake PORT DRAIN_TIMEOUT.
+"""`aserve serve` over the fake model, in a process of its own: python -m tests.serve_fake PORT [JSON].
 
-A step takes 5 ms here, so that signals arrive while streams are open.
+The JSON object has fields of ServerOptions and of EngineConfig, and `fault`: what goes wrong once a request's prompt
+begins with "!" (see FaultyRunner). A step takes `step` seconds (5 ms), so that signals arrive while streams are open.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import json
 import sys
 import time
+from typing import Any
 
 from aserve import Engine, EngineConfig
 from aserve.executors.thread import ThreadExecutor
-from routes.server import ServerOptions, bind, serve_engine
-from tests.serving import TOKENIZER, VOCAB_SIZE, EchoRunner
+from routes.server import ServerOptions, bind, serve_engine, set_up_logging
+from tests.faults.runner import FaultyRunner
+from tests.serving import TOKENIZER, VOCAB_SIZE
 
 
-def main(port: int, drain_timeout: float) -> int:
-    logging.basicConfig(level="INFO")
-    runner = EchoRunner(
+def main(port: int, given: dict[str, Any]) -> int:
+    fault, step = given.pop("fault", None), given.pop("step", 0.005)
+    max_model_len = given.pop("max_model_len", 4096)
+    names = {field.name for field in dataclasses.fields(ServerOptions)}
+    options = ServerOptions(
+        tool_call_parser="hermes", **{name: value for name, value in given.items() if name in names}
+    )
+    config = EngineConfig(model="fake", **{name: value for name, value in given.items() if name not in names})
+    set_up_logging(options)
+    runner = FaultyRunner(
+        fault=fault,
         num_gpu_blocks=4096,
         block_size=16,
-        max_model_len=4096,
+        max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
-        before_step=lambda plan: time.sleep(0.005),
+        before_step=lambda plan: time.sleep(step),
     )
-    engine = Engine(EngineConfig(model="fake"), executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
+    engine = Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
     with bind("127.0.0.1", port) as listener:
         print(listener.getsockname()[1], flush=True)
-        return serve_engine(engine, listener, ServerOptions(drain_timeout=drain_timeout))
+        return serve_engine(engine, listener, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))

@@ -52,6 +52,7 @@ LAYERS = (
     _layer(
         "pure",
         "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
+        " quarantine"
         " residency scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
@@ -63,7 +64,7 @@ LAYERS = (
     _layer("executors", "executors.thread", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "chat_template client engine grammar json_schema llm loading output pipeline prompts stream structured "
+        "beams chat_template client engine grammar json_schema llm loading output pipeline prompts stream structured "
         "tokenizer",
         "words pure executor",
         WEB | {"torch"},

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aserve.errors import AserveError, DeadlineError, RequestFailedError
+from aserve.errors import DeadlineError, RequestFailedError
 from aserve.executors import StepError
 from aserve.plan import Chunk, StepPlan, StepResult, TokenLogprobs
 from aserve.preemption import CostModel
@@ -548,7 +548,7 @@ def fail_once(driver: Driver, *slots: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_step_without_a_culprit_fails_all_its_requests(depth: int) -> None:
+def test_a_step_that_fails_once_without_a_culprit_ends_nobody(depth: int) -> None:
     driver = Driver(depth=depth, max_num_seqs=2)
     requests = [make_request(prompt(4, start), greedy(9)) for start in (10, 50, 90)]
     driver.add(*requests)
@@ -557,8 +557,106 @@ def test_a_failed_step_without_a_culprit_fails_all_its_requests(depth: int) -> N
         driver.collect()
     fail_once(driver)
     driver.run()
-    assert [driver.ends[request.sequences[0]] for request in requests] == ["error", "error", "length"]
-    assert isinstance(requests[0].error, AserveError)
+    assert [driver.ends[request.sequences[0]] for request in requests] == ["length"] * 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_free", [0, 1, 4])
+def test_the_culprit_of_failing_steps_is_found_and_ends_alone(depth: int, num_free: int) -> None:
+    """Whatever step computes the request with the odd prompt fails, once it has `num_free` tokens."""
+    driver = Driver(depth=depth, num_cpu_blocks=64)
+    odd = make_request(prompt(7, 500), greedy(9))
+    requests = [make_request(prompt(4, start), greedy(9)) for start in (10, 50)]
+    driver.add(*requests, odd, *(late := [make_request(prompt(4, start), greedy(9)) for start in (90, 130)]))
+
+    def fail(plan: StepPlan) -> None:
+        sequence = odd.sequences[0]
+        busy = {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
+        if sequence.slot in busy and len(sequence.output) >= num_free:
+            raise StepError("it cannot be computed")
+
+    driver.runner.before_step = fail
+    driver.run()
+    assert driver.ends[odd.sequences[0]] == "error"
+    assert [driver.ends[request.sequences[0]] for request in requests + late] == ["length"] * 4
+
+
+def test_a_machine_on_which_no_step_works_ends_everyone() -> None:
+    driver = Driver()
+    requests = [make_request(prompt(4, start), greedy(9)) for start in (10, 50, 90)]
+    driver.add(*requests)
+
+    def fail(plan: StepPlan) -> None:
+        raise StepError("nothing works")
+
+    driver.runner.before_step = fail
+    driver.run()
+    assert [driver.ends[request.sequences[0]] for request in requests] == ["error"] * 3
+
+
+def test_requests_that_fail_only_together_end_after_some_tries() -> None:
+    driver = Driver()
+    requests = [make_request(prompt(4, start), greedy(60)) for start in (10, 50)]
+    driver.add(*requests)
+
+    def fail(plan: StepPlan) -> None:
+        if len(plan.decodes) == 2:
+            raise StepError("two are too many")
+
+    driver.runner.before_step = fail
+    driver.run()
+    assert "error" in {driver.ends[request.sequences[0]] for request in requests}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_paused_request_gives_its_blocks_back_and_goes_on_exactly(depth: int, caching: bool) -> None:
+    driver = Driver(depth=depth, prefix_caching=caching)
+    paused, other = (make_request(prompt(4, start), greedy(30)) for start in (10, 50))
+    driver.add(paused, other)
+    for _ in range(8):
+        driver.step()
+    driver.scheduler.pause(paused, paused=True)
+    driver.check()
+    assert driver.scheduler.stats().num_paused == 1
+    while other.sequences[0] not in driver.ends:
+        driver.step()
+    assert driver.blocks.num_used == 0
+    length = len(driver.outputs[paused.sequences[0]])
+    assert 0 < length < 15
+    driver.scheduler.pause(paused, paused=False)
+    driver.scheduler.pause(paused, paused=False)
+    driver.run()
+    assert len(driver.outputs[paused.sequences[0]]) == 30
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_paused_request_can_be_cancelled_or_pass_its_deadline(depth: int) -> None:
+    driver = Driver(depth=depth)
+    requests = [make_request(prompt(4, 10), greedy(200)), make_request(prompt(4, 50), greedy(200), deadline=12.0)]
+    driver.add(*requests)
+    for _ in range(6):
+        driver.step()
+    for request in requests:
+        driver.scheduler.pause(request, paused=True)
+    driver.scheduler.cancel(requests[0], "cancelled")
+    while requests[0].sequences[0] not in driver.ends:
+        driver.step()
+    driver.now = 13.0
+    driver.run()
+    assert [driver.ends[request.sequences[0]] for request in requests] == ["cancelled", "deadline"]
+
+
+def test_a_request_whose_reader_is_away_is_preempted_first() -> None:
+    driver = Driver(num_gpu_blocks=12, max_num_seqs=4, prefix_caching=False)
+    requests = [make_request(prompt(4, start), greedy(24)) for start in (10, 50, 90)]
+    driver.add(*requests)
+    driver.step()
+    requests[1].detached = True
+    while not driver.scheduler.stats().num_preemptions:
+        driver.step()
+    assert requests[1].num_preemptions == 1
+    driver.run()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -655,7 +753,7 @@ def test_counts_follow_the_requests() -> None:
     assert (stats.num_waiting, stats.num_running, stats.num_blocks) == (1, 2, 20)
     assert stats.num_blocks_used == 4 and stats.num_prompt_tokens == 16
     driver.run()
-    assert scheduler.stats()[:4] == (0, 0, 0, 20)
+    assert scheduler.stats()[:5] == (0, 0, 0, 0, 20)
 
 
 def test_an_engines_options_make_a_scheduler() -> None:

@@ -26,11 +26,13 @@ class Executor(Protocol):
 
 
 class StepError(Exception):
-    """One step failed and the worker can go on. `slots` are the culprits where known."""
+    """One step failed and the worker can go on. `slots` are the culprits where known; `memory` says that it needed
+    more memory than there is."""
 
-    def __init__(self, message: str, slots: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, slots: tuple[int, ...] = (), *, memory: bool = False) -> None:
         super().__init__(message)
         self.slots = slots
+        self.memory = memory
 
 
 class Runner(Protocol):

@@ -6,6 +6,7 @@ step's draws reach the host in one copy that `wait` waits for, so that the next 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -104,6 +105,8 @@ class ModelRunner:
         self.prompt_logprobs = PromptLogprobs(self.model, self.sampler)
         self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
         logger.info("# GPU blocks: %d, # CPU blocks: %d", sizes.num_gpu_blocks, sizes.num_cpu_blocks)
+        gc.collect()
+        gc.freeze()  # a full collection that walks torch's and the model's objects would stop every thread for 0.2 s
         return WorkerInfo(
             num_gpu_blocks=sizes.num_gpu_blocks,
             num_cpu_blocks=sizes.num_cpu_blocks,
@@ -130,9 +133,12 @@ class ModelRunner:
             raise
         except Exception as error:
             self.state.reset()
-            if self.device.type == "cuda" and not isinstance(error, torch.cuda.OutOfMemoryError):
+            memory = isinstance(error, torch.cuda.OutOfMemoryError)
+            if memory:
+                torch.cuda.empty_cache()
+            elif self.device.type == "cuda":
                 raise  # a CUDA fault poisons the context: the worker cannot go on
-            raise StepError(f"step {plan.number} failed: {error}") from error
+            raise StepError(f"step {plan.number} failed: {error}", memory=memory) from error
 
     def wait(self, handle: object) -> StepResult:
         """The step's draws, once they are on the host. Waiting releases the GIL."""
