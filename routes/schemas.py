@@ -19,6 +19,7 @@ import msgspec
 
 from aserve import InvalidRequestError, SamplingParams
 from routes import choices
+from routes.structured import structured_output
 from routes.turn import ToolUse
 
 Prompt = str | list[int]
@@ -71,14 +72,14 @@ class Body(msgspec.Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
-    bad_words: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
+    bad_words: Any = None
 
     @property
     def wants_usage(self) -> bool:
@@ -96,7 +97,6 @@ class Body(msgspec.Struct, kw_only=True):
         """Raises InvalidRequestError for a feature this server does not offer, or a deadline that is none."""
         harmless: dict[str, tuple[Any, ...]] = {
             "bad_words": ([],),
-            "response_format": ({"type": "text"},),
         }
         for name in _NOT_OFFERED:
             value = getattr(self, name)
@@ -127,20 +127,13 @@ class Body(msgspec.Struct, kw_only=True):
         """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
+        given["structured"] = structured_output(self)
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         return SamplingParams(**{**defaults, **given})
 
 
-_NOT_OFFERED = (
-    "bad_words",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+_NOT_OFFERED = ("bad_words",)
 _DIRECT = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
