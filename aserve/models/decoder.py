@@ -50,17 +50,18 @@ class Decoder:
         self._embedding = weights.embedding(table, config.vocab_size, config.hidden_size)
         scale = config.embedding_scale  # transformers multiplies by a tensor of the model's dtype, so this is rounded
         self._scale = None if scale is None else float(torch.tensor(scale, dtype=weights.dtype))
+        if config.tied:  # the head comes first: converting and packing the largest matrix is the peak of memory
+            head = weights.tied_head(table, self._embedding, "lm_head.weight")
+        else:
+            head = weights.matrix(["lm_head.weight"], [config.vocab_size], config.hidden_size)
+        self._head = PackedLinear(head)
+        del head
         tables = {layer.rope: cos_sin_table(layer.rope, num_positions, weights.device) for layer in config.layers}
         self._layers = [
             Layer(config, layer, tables[layer.rope], f"model.layers.{index}", weights, kernels)
             for index, layer in enumerate(config.layers)
         ]
         self._norm = weights.norm("model.norm.weight", config.hidden_size, config.norm_offset)
-        if config.tied:
-            head = weights.tied_head(table, self._embedding, "lm_head.weight")
-        else:
-            head = weights.matrix(["lm_head.weight"], [config.vocab_size], config.hidden_size)
-        self._head = PackedLinear(head)
         # each layer's last addition is fused with the norm that opens the next, or with the final one
         self._next_norms = [layer.input_norm for _, layer in pairwise(self._layers)] + [self._norm]
 

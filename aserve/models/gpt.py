@@ -48,6 +48,13 @@ class GPT:
         names, hidden_size = config.names, config.hidden_size
         table = f"{names.embedding}.weight"
         self._embedding = weights.embedding(table, config.vocab_size, hidden_size)
+        if config.tied:  # the head comes first: converting and packing the largest matrix is the peak of memory
+            head = weights.tied_head(table, self._embedding, f"{names.head}.weight")
+        else:
+            head = weights.matrix([f"{names.head}.weight"], [config.vocab_size], hidden_size)
+        bias = weights.vector([f"{names.head}.bias"], [config.vocab_size]) if config.head_bias else None
+        self._head = PackedLinear(head, bias)
+        del head
         self._positions: Tensor | None = None
         if config.rope is not None:
             cos_sin = cos_sin_table(config.rope, num_positions, weights.device)
@@ -57,12 +64,6 @@ class GPT:
             cos_sin = _unrotated(num_positions, config.head_dim, weights.device)
         self._layers = [_Layer(config, index, cos_sin, weights, kernels) for index in range(config.num_layers)]
         self._norm = _Norm(config, names.final_norm, weights)
-        if config.tied:
-            head = weights.tied_head(table, self._embedding, f"{names.head}.weight")
-        else:
-            head = weights.matrix([f"{names.head}.weight"], [config.vocab_size], hidden_size)
-        bias = weights.vector([f"{names.head}.bias"], [config.vocab_size]) if config.head_bias else None
-        self._head = PackedLinear(head, bias)
 
     def forward(self, token_ids: Tensor, meta: AttentionMeta, caches: list[KVCache]) -> Tensor:
         """Final hidden states [T, H] of token_ids int64 [T]."""

@@ -8,6 +8,8 @@ and its config.json disagree.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +20,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.models.checkpoint import Checkpoint, DeviceCopier, PickledCheckpoint, dtype_of
 
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 Arrange = Callable[[Tensor], Tensor]
 
 _STD = 0.02  # of random weights: the usual initializer_range
@@ -118,7 +121,7 @@ class CheckpointWeights:
 
     def _stacked(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], arrange: Arrange | None) -> Tensor:
         total = sum(shape[0] for shape in shapes)
-        out = torch.empty((total, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        out = _empty((total, *shapes[0][1:]), self.dtype, self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             part = out[start : start + shape[0]]
@@ -156,6 +159,14 @@ class CheckpointWeights:
         if shape is not None and tensors[found].shape != shape:
             raise _wrong_shape(name, tensors[found].shape, shape)
         return found
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty. On the host as a mapping of its own: once packed it is freed, and the allocator would keep it."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size, _PRIVATE), dtype=dtype).view(shape)
 
 
 def _wrong_shape(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ConfigError:

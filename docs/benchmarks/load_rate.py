@@ -93,11 +93,11 @@ def copy_rate(paths: list[Path], *, num_threads: int, fresh: bool) -> tuple[floa
     def read(job: tuple[Path, int, int]) -> int:
         path, offset, length = job
         if fresh:
-            memory = mmap.mmap(-1, length)  # kept until the end, as weights are
+            memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # kept until the end, as weights are
             kept.append(memory)
         else:
             if not hasattr(local, "memory"):
-                local.memory = mmap.mmap(-1, _CHUNK)
+                local.memory = mmap.mmap(-1, _CHUNK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory = local.memory
         with path.open("rb", buffering=0) as file:
             return os.preadv(file.fileno(), [memoryview(memory)[:length]], offset)
@@ -111,7 +111,7 @@ def copy_rate(paths: list[Path], *, num_threads: int, fresh: bool) -> tuple[floa
     return done / (time.perf_counter() - began), done / (time.process_time() - cpu_began)
 
 
-def load(model: str, dtype: str, device: str) -> dict[str, Any]:
+def load(model: str, dtype: str, device: str, max_positions: int | None = 8192) -> dict[str, Any]:
     """One load in this process: seconds, anonymous memory before, at its peak and after."""
     import torch
 
@@ -136,7 +136,7 @@ def load(model: str, dtype: str, device: str) -> dict[str, Any]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    loaded = load_model(files, dtype=getattr(torch, dtype), device=device, kernels=kernels, max_positions=8192)
+    loaded = load_model(files, dtype=getattr(torch, dtype), device=device, kernels=kernels, max_positions=max_positions)
     if device == "cuda":
         torch.cuda.synchronize()
     seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
