@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aserve.beams import Beam, BeamSearch, beam_search, run_beams
     from aserve.client import Client
     from aserve.config import EngineConfig
+    from aserve.constraint import StructuredOutput
     from aserve.engine import Engine, EngineStats
     from aserve.errors import (
         AserveError,
@@ -61,6 +62,7 @@ __all__ = [
     "SamplingParams",
     "SlowReader",
     "Stream",
+    "StructuredOutput",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
@@ -84,6 +86,7 @@ _MODULES = {
     "SamplingParams": "request",
     "SlowReader": "stream",
     "Stream": "stream",
+    "StructuredOutput": "constraint",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",

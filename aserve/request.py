@@ -13,12 +13,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from aserve.constraint import Constraint, StructuredOutput
 from aserve.errors import AserveError, InvalidRequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 256
 
 
 class Phase(enum.Enum):
@@ -72,14 +74,16 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()  # token sequences that may not come, as the tokenizer writes these texts
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None  # the form the output must have
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
@@ -108,6 +112,10 @@ class SamplingParams:
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must name at least one token", param="allowed_token_ids")
+        if self.structured is not None:
+            _check_structured(self)
+        if self.bad_words:
+            _check_bad_words(self)
 
     @property
     def greedy(self) -> bool:
@@ -143,6 +151,25 @@ def _check_stop(stop: Items[str]) -> None:
             )
 
 
+def _check_structured(params: SamplingParams) -> None:
+    """Refuses what could leave a draw with no token at all."""
+    if not isinstance(params.structured, StructuredOutput):
+        raise InvalidRequestError("structured must be a StructuredOutput", param="structured")
+    for name, given in (("min_tokens", params.min_tokens), ("allowed_token_ids", params.allowed_token_ids)):
+        if given:
+            raise InvalidRequestError(f"{name} cannot be combined with {params.structured.name}", param=name)
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    """Refuses what is no list of words, and what could leave a draw with no token at all."""
+    words = params.bad_words
+    if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word.strip() for word in words):
+        raise InvalidRequestError(f"bad_words must be at most {MAX_BAD_WORDS} texts, none empty", param="bad_words")
+    for name in ("allowed_token_ids", "structured"):
+        if getattr(params, name) is not None:
+            raise InvalidRequestError(f"bad_words cannot be combined with {name}", param="bad_words")
+
+
 class Usage(NamedTuple):
     """Token counts of a request. `completion_tokens` sums its choices; dropped tokens never count."""
 
@@ -168,6 +195,7 @@ class Sequence:
     num_inflight: int = 0  # draws planned and not yet committed
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the end or stop token that ended it
+    constraint: Constraint | None = None  # has accepted exactly `output`
 
     def move(self, phase: Phase) -> None:
         """Changes phase. Raises PhaseError where TRANSITIONS has no such edge."""

@@ -13,6 +13,7 @@ import msgspec
 
 from aserve import InvalidRequestError, SamplingParams
 from routes.schemas import MAX_TOP_LOGPROBS, Body, Message, conversation, tool_use
+from routes.structured import call_structure
 from routes.turn import ToolUse
 
 LOGPROBS = "message.output_text.logprobs"
@@ -81,7 +82,8 @@ class ResponseBody(Body, kw_only=True):
         """The sampling parameters."""
         top = (self.top_logprobs or 0) if self.wants_logprobs else None
         try:
-            return self.sampling(defaults, logprobs=top, max_tokens=self.max_output_tokens)
+            called = call_structure(self, self.chat_tools(), self.tool_use())
+            return self.sampling(defaults, logprobs=top, max_tokens=self.max_output_tokens, structured=called)
         except InvalidRequestError as error:
             if error.param == "max_tokens" and self.max_output_tokens is not None:
                 message = error.message.replace("max_tokens", "max_output_tokens", 1)

@@ -19,6 +19,7 @@ import msgspec
 
 from aserve import InvalidRequestError, SamplingParams
 from routes import choices
+from routes.structured import call_structure, structured_output
 from routes.turn import ToolUse
 
 Prompt = str | list[int]
@@ -71,8 +72,7 @@ class Body(msgspec.Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
-    bad_words: Any = None
+    bad_words: list[str] | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -93,15 +93,7 @@ class Body(msgspec.Struct, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raises InvalidRequestError for a feature this server does not offer, or a deadline that is none."""
-        harmless: dict[str, tuple[Any, ...]] = {
-            "bad_words": ([],),
-            "response_format": ({"type": "text"},),
-        }
-        for name in _NOT_OFFERED:
-            value = getattr(self, name)
-            if value is not None and value not in harmless.get(name, ()):
-                raise InvalidRequestError(f"{name} is not supported by this server", param=name)
+        """Raises InvalidRequestError, naming the field, for what no other part of the way would notice."""
         choices.check(self)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
@@ -127,25 +119,13 @@ class Body(msgspec.Struct, kw_only=True):
         """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
+        given.setdefault("structured", structured_output(self))
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         return SamplingParams(**{**defaults, **given})
 
 
-_NOT_OFFERED = (
-    "bad_words",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
-_DIRECT = tuple(
-    field.name
-    for field in dataclasses.fields(SamplingParams)
-    if field.name in Body.__struct_fields__ and field.name not in _NOT_OFFERED
-)
+_DIRECT = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name in Body.__struct_fields__)
 
 
 class CompletionBody(Body, kw_only=True):
@@ -221,8 +201,7 @@ class ChatBody(Body, kw_only=True):
 
     def check(self) -> None:
         Body.check(self)
-        if self.tool_use().choice in ("required", "named"):
-            raise InvalidRequestError("tool_choice must be none or auto on this server", param="tool_choice")
+        self.tool_use()
         for name in ("functions", "function_call"):
             if getattr(self, name) is not None:
                 raise InvalidRequestError(f"{name} is not supported by this server; use tools", param=name)
@@ -255,7 +234,8 @@ class ChatBody(Body, kw_only=True):
         """The sampling parameters; max_completion_tokens goes before its old name max_tokens."""
         top = (self.top_logprobs or 0) if self.logprobs else None
         try:
-            return self.sampling(defaults, logprobs=top, max_tokens=self.max_completion_tokens)
+            called = call_structure(self, self.tools, self.tool_use())
+            return self.sampling(defaults, logprobs=top, max_tokens=self.max_completion_tokens, structured=called)
         except InvalidRequestError as error:
             if error.param == "max_tokens" and self.max_completion_tokens is not None:
                 message = error.message.replace("max_tokens", "max_completion_tokens", 1)

@@ -81,10 +81,13 @@ class TurnFormat:
         """True where calls cannot be seen in a text that leaves special tokens out."""
         return self.tool_call_parser in SPECIAL_TAGS
 
-    def turn(self, tools: ToolUse, prompt: Sequence[int], decoder: Decoder | None) -> Turn | None:
-        """The parsers of one choice; None where its text is its content."""
+    def turn(
+        self, tools: ToolUse, prompt: Sequence[int], decoder: Decoder | None, *, structured: bool = False
+    ) -> Turn | None:
+        """The parsers of one choice; None where its text is its content. `structured`: a grammar leaves no room for
+        thoughts."""
         reasoning = parser = None
-        if self.reasoning_parser is not None and decoder is not None:
+        if self.reasoning_parser is not None and decoder is not None and not structured:
             opened = self.reasoning_parser == "deepseek_r1"
             opened = opened or opens_reasoning(decoder.decode(prompt[-_PROMPT_END:], False))
             reasoning = ReasoningParser(opened=opened)

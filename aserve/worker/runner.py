@@ -235,17 +235,17 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         rows = self.state.sampling_rows(draws, batch, meta)
         logprobs = None
-        if self.sampler.plain(draws):
+        if self.sampler.plain(draws) and not plan.masks:
             tokens = self.kernels.sample(logits, rows)
         else:
-            tokens, logprobs = self.sampler.draw(logits, rows, draws, self._output_index(plan))
+            tokens, logprobs = self.sampler.draw(logits, rows, draws, self._output_index(plan), plan.masks)
         drawn = torch.stack((tokens, _finite(hidden, logits, tokens)))
         self.state.advance(batch, meta, tokens)
         pending.drawn, pending.logprobs = _to_host(drawn), logprobs and logprobs.to_host()
 
     def _graphs_for(self, plan: StepPlan) -> StepGraphs | None:
         """The graphs, where the whole step is one of theirs."""
-        if self.graphs is None or not self.graphs.takes(plan):
+        if self.graphs is None or plan.masks or not self.graphs.takes(plan):
             return None
         slots = (*plan.decodes, *(chunk.slot for chunk in plan.chunks), *plan.draws)
         return self.graphs if self.sampler.plain(slots) else None
