@@ -58,7 +58,7 @@ def reference(model: Any, prompt: list[int], penalties: dict[str, float], *, swa
 @pytest.mark.parametrize("penalties", VARIANTS, ids=str)
 async def test_a_penalty_counts_its_own_tokens(model: tuple[Any, Path], penalties: dict[str, float]) -> None:
     network, directory = model
-    prompts = [[30, 31, 32], list(range(10, 210))]  # the second holds most of what may be drawn
+    prompts = [[30, 31, 32], [*range(10, 210), *[60] * 9]]  # the second holds most of what may be drawn
     config = EngineConfig(model=str(directory), dtype="float32", device="cpu", num_threads=1)
     told_apart = False
     async with Engine(config) as engine:
