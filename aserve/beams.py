@@ -64,7 +64,7 @@ class BeamSearch:
             most = MAX_TOP_LOGPROBS // max(2, 1 + len(self._ends))
             raise InvalidRequestError(f"beam search takes a width of 1 to {most} here, got {width}", param="best_of")
         if max_tokens < 1:
-            raise InvalidRequestError(f"beam search needs max_tokens of at least 1, got {max_tokens}", param="max_tokens")
+            raise InvalidRequestError(f"beam search needs max_tokens above 0, got {max_tokens}", param="max_tokens")
         self._width = width
         self._max_tokens = max_tokens
         self._length_penalty = length_penalty
@@ -143,9 +143,7 @@ async def beam_search(
     return await run_beams(engine, search, await engine.submit(prompt, search.params, **options), **options)
 
 
-async def run_beams(
-    engine: Engine, search: BeamSearch, first: Stream, **options: Unpack[RequestOptions]
-) -> list[Beam]:
+async def run_beams(engine: Engine, search: BeamSearch, first: Stream, **options: Unpack[RequestOptions]) -> list[Beam]:
     """Runs a search whose first request, with `search.params`, is submitted. A timeout is for the whole search."""
     clock = asyncio.get_running_loop().time
     timeout = options.get("timeout")

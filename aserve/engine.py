@@ -85,6 +85,9 @@ class EngineStats:
     num_prefix_hit_tokens: int
     num_preemptions: int
     last_step_seconds: float
+    last_step_age: float | None  # seconds since the last step was done
+    oldest_wait: float  # seconds that the oldest request which has not run yet waits
+    preemptions: Mapping[tuple[str, str], int]  # by kind (swap, recompute) and cause (memory, fairness, away)
 
 
 class Engine:
@@ -212,6 +215,12 @@ class Engine:
         """True once `start` was called, whether or not the model is loaded yet."""
         return self._started
 
+    async def warm_up(self) -> None:
+        """Generates a token, unless some were: what is made at first use is made, and the model is seen to work."""
+        if not self.metrics.num_output_tokens:
+            params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+            await (await self.submit([0], params, label="warm-up")).completions()
+
     @property
     def dead(self) -> bool:
         """True once the engine cannot go on; `check` says why."""
@@ -234,7 +243,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts of this moment; cheap."""
         assert self._pipeline is not None, "the engine is not started"
-        now = self._scheduler.stats()
+        now, time = self._scheduler.stats(), self._loop.time()
+        last = self._pipeline.last_step_time
         return EngineStats(
             num_running=now.num_running,
             num_waiting=now.num_waiting,
@@ -248,6 +258,9 @@ class Engine:
             num_prefix_hit_tokens=now.num_prefix_hit_tokens,
             num_preemptions=now.num_preemptions,
             last_step_seconds=self._pipeline.last_step_seconds,
+            last_step_age=None if last is None else time - last,
+            oldest_wait=self._scheduler.oldest_wait(time),
+            preemptions={(kind, cause): n for (kind, cause), n in self._scheduler.preemptions.items()},
         )
 
     @property
@@ -397,6 +410,14 @@ class Engine:
         ]
         return request
 
+    def _make_structured(self) -> StructuredOutputs:
+        return StructuredOutputs(Grammars(self.tokenizer, self._wake_soon) if self.tokenizer is not None else None)
+
+    def _wake_soon(self) -> None:
+        """A slow mask is there: what was held back may be planned. Called on the mask thread."""
+        if self._pipeline is not None:
+            self._loop.call_soon_threadsafe(self._pipeline.wake)
+
     def _pace(self, policy: SlowReader, box: Mailbox) -> None:
         """The reader has fallen behind, or caught up. Coalescing needs nothing: a request's max_tokens bounds it."""
         if self._pipeline is None or box.request is None:
@@ -408,14 +429,6 @@ class Engine:
             )
         elif policy == "pause":
             self._pipeline.pause(box.request, paused=box.behind)
-
-    def _make_structured(self) -> StructuredOutputs:
-        return StructuredOutputs(Grammars(self.tokenizer, self._wake_soon) if self.tokenizer is not None else None)
-
-    def _wake_soon(self) -> None:
-        """A slow mask is there: what was held back may be planned. Called on the mask thread."""
-        if self._pipeline is not None:
-            self._loop.call_soon_threadsafe(self._pipeline.wake)
 
     def _cancel(self, request: Request) -> None:
         if self._pipeline is not None:

@@ -125,7 +125,11 @@ class Matcher:
     @property
     def ready(self) -> bool:
         """False while a mask is in the making that may take longer than a step should wait."""
-        return not self._slow or self.mask().done
+        if not self._slow:
+            return True
+        mask = self.mask()
+        mask.awaited = True  # before looking: whoever makes it looks in the other order
+        return mask.done
 
     def mask(self) -> LazyMask:
         """The next draw's mask, in the making from now on."""
@@ -152,18 +156,14 @@ class Matcher:
         finally:
             self._slow = perf_counter() - began > SLOW_SECONDS
 
-    @property
-    def slow(self) -> bool:
-        """True where the last mask took long."""
-        return self._slow
-
 
 class LazyMask:
     """A constraint.Mask: made by the mask thread, or by its reader where that comes first."""
 
-    __slots__ = ("_bits", "_lock", "_matcher")
+    __slots__ = ("_bits", "_lock", "_matcher", "awaited")
 
     def __init__(self, matcher: Matcher, bits: bytes | None = None) -> None:
+        self.awaited = False  # somebody wants to know when it is there
         self._matcher = matcher
         self._bits = bits
         self._lock = threading.Lock()
@@ -180,11 +180,6 @@ class LazyMask:
     def done(self) -> bool:
         """True where read() does not wait."""
         return self._bits is not None
-
-    @property
-    def slow(self) -> bool:
-        """True where making it took long."""
-        return self._matcher.slow
 
     def __reduce__(self) -> tuple[type[Mask], tuple[bytes]]:
         return KnownMask, (self.read(),)
@@ -219,9 +214,8 @@ class MaskThread:
 
     def _run(self) -> None:
         while (mask := self._asked.get()) is not None:
-            was_slow = mask.slow  # the one before it: why this one may be waited for
             mask.read()
-            if was_slow or mask.slow:
+            if mask.awaited:
                 with suppress(RuntimeError):  # the loop is closed
                     self._on_ready()
 

@@ -10,10 +10,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 64
+MARGIN = 1e-9  # between an exclusive bound and the nearest number that is written
 MAX_STRING_RULES = 8  # patterns and formats that may meet on one string: intersecting them doubles with each
 _STRING_RULES = ("pattern", "format")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id"})
+
+# RFC 3339 without leap seconds and the year 0, which hardly any reader takes; llguidance knows no leap years.
+_DATE = (
+    r"(?:(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
+    r"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
+    r"|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 Schema = dict[str, Any]
 
@@ -120,10 +130,33 @@ def _rewrite(schema: Any, root: Schema) -> Any:
             new[name] = value
         elif not (name == "uniqueItems" and value is False):
             new[name] = _rewrite(value, root)
+    if new.get("type") != "integer":
+        _close_bounds(new)
+    if new.get("format") in _PATTERNS:
+        _spell_out(new, _PATTERNS[new.pop("format")])
     members = new.get("oneOf")
     if isinstance(members, list) and "anyOf" not in new and _are_tagged(members, root):
         new["anyOf"] = new.pop("oneOf")
     return new
+
+
+def _close_bounds(schema: Schema) -> None:
+    """Exclusive bounds of real numbers become inclusive ones a little further in: the compiler lets the bound itself
+    through where it is a whole number (llguidance 1.9)."""
+    for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+        bound = schema.get(exclusive)
+        if isinstance(bound, (int, float)):
+            inside = bound + sign * max(MARGIN, abs(bound) * 1e-12)
+            other = schema.get(inclusive)
+            del schema[exclusive]
+            schema[inclusive] = (max if sign > 0 else min)(inside, other) if isinstance(other, (int, float)) else inside
+
+
+def _spell_out(schema: Schema, pattern: str) -> None:
+    if "pattern" in schema:
+        schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
+    else:
+        schema["pattern"] = pattern
 
 
 def _are_tagged(members: list[Any], root: Schema) -> bool:

@@ -12,6 +12,7 @@ from typing import get_args
 
 from aserve.request import FinishReason, Request
 
+LAG_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _SEVERITY: tuple[FinishReason, ...] = (
@@ -49,6 +50,10 @@ def _per_token() -> Histogram:
     return Histogram(TOKEN_SECONDS)
 
 
+def _per_lag() -> Histogram:
+    return Histogram(LAG_SECONDS)
+
+
 def _per_request() -> Histogram:
     return Histogram(REQUEST_SECONDS)
 
@@ -69,6 +74,7 @@ class Metrics:
     inter_token: Histogram = field(default_factory=_per_token)  # between two tokens of a choice
     queue: Histogram = field(default_factory=_per_request)  # arrival to first step
     request: Histogram = field(default_factory=_per_request)  # arrival to end
+    loop_lag: Histogram = field(default_factory=_per_lag)  # a step's end on the model thread to the loop's turn
     step: Histogram = field(default_factory=_per_token)  # submitted to result
 
     def count_end(self, request: Request, reasons: list[FinishReason], now: float) -> FinishReason:

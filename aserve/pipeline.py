@@ -20,6 +20,7 @@ from aserve.output import Output
 from aserve.plan import StepPlan, StepResult
 from aserve.request import Delta, FinishReason, Request, Sequence
 from aserve.scheduler import Event, Scheduler
+from aserve.stream import Change
 
 _SLICE = 128  # tokens delivered before other tasks get a turn: about half a millisecond
 _log = logging.getLogger("aserve")
@@ -56,6 +57,7 @@ class Pipeline:
         self.dead: BaseException | None = None  # why it cannot go on
         self.died = asyncio.Event()  # set with `dead`, once every stream has been told
         self.last_step_seconds = 0.0
+        self.last_step_time: float | None = None  # of the clock, when it was committed
 
     @property
     def num_in_flight(self) -> int:
@@ -125,9 +127,20 @@ class Pipeline:
         while len(self._in_flight) < self._depth:
             now = self._clock()
             plan = self._scheduler.schedule(now)
+            for request, change in self._scheduler.take_moves():
+                self._tell(request, change)
             if plan is None:
                 return
             self._in_flight.append((plan, self._executor.submit(plan), now))
+
+    def _tell(self, request: Request, change: Change) -> None:
+        """The reader of a request that was preempted may say so to its client."""
+        for sequence in request.sequences:
+            output = self._outputs.get(sequence)
+            if output is not None:
+                if output.box.on_change is not None:
+                    output.box.on_change(change)
+                return
 
     async def _commit_next(self) -> list[Event]:
         plan, result, submitted = self._in_flight.popleft()
@@ -150,6 +163,8 @@ class Pipeline:
             raise EngineDeadError(f"step {plan.number} drew {len(step.tokens)} tokens where {num_draws} were due")
         now = self._clock()
         self.last_step_seconds = now - submitted
+        self.last_step_time = now
+        self._metrics.loop_lag.observe(step.timings.lag)
         self._metrics.num_steps += 1
         self._metrics.step.observe(self.last_step_seconds)
         return self._scheduler.commit(step, now)

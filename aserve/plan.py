@@ -107,10 +107,12 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class StepTimings:
-    """Seconds on the model thread: launch (host), compute (device, or the same span on CPU)."""
+    """Seconds on the model thread: launch (host), compute (device, or the same span on CPU). Then lag: until the event
+    loop took the result."""
 
     launch: float = 0.0
     compute: float = 0.0
+    lag: float = 0.0
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ Work per step follows what changes, plus one tight loop over the draws; it does 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import islice
 from typing import Self
@@ -24,7 +24,7 @@ from aserve.preemption import CostModel
 from aserve.quarantine import Quarantine
 from aserve.request import FinishReason, Phase, Request, Sequence
 from aserve.residency import Residency
-from aserve.seat import Draft, Event, Row, SchedulerStats, Seat, Step
+from aserve.seat import Draft, Event, Move, PreemptionCause, PreemptionKind, Row, SchedulerStats, Seat, Step
 from aserve.waiting import WaitingLine
 
 __all__ = ["Event", "Scheduler", "SchedulerStats"]
@@ -67,6 +67,8 @@ class Scheduler:
         self._events: list[Event] = []  # ends that no step brings
         self._swap_out: list[BlockCopy] = []  # they go first in the next plan
         self._swapped_out: list[Request] = []
+        self._moves: list[Move] = []
+        self.preemptions: Counter[tuple[PreemptionKind, PreemptionCause]] = Counter()
         self._number = 0
         self._num_preemptions = self._num_swaps = self._num_yields = self._num_prompt_tokens = (
             self._num_prefix_hit_tokens
@@ -141,6 +143,15 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
+    def take_moves(self) -> list[Move]:
+        """Who was preempted and who resumed since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def oldest_wait(self, now: float) -> float:
+        """Seconds since the arrival of the oldest request that has not run yet; 0 where there is none."""
+        return next((now - each.arrival for each in self._unfinished if each.first_scheduled is None), 0.0)
+
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
@@ -209,7 +220,8 @@ class Scheduler:
         """Preempts from the end of the running order until the others' next blocks are free."""
         preempted = False
         while self._batch.num_growth(growing) > self.blocks.num_free:
-            self._preempt(self._batch.victim())
+            victim = self._batch.victim()
+            self._preempt(victim, "away" if victim.detached else "memory")
             self._residency.widen()
             growing = [seat for seat in growing if seat.active]
             preempted = True
@@ -224,11 +236,11 @@ class Scheduler:
         if yielding is None:
             return None
         for each in yielding:
-            self._preempt(each)
+            self._preempt(each, "fairness")
         self._num_yields += len(yielding)
         return request
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: Request, cause: PreemptionCause) -> None:
         copies = self._residency.preempt(victim)
         if copies:
             self._swap_out += copies
@@ -236,6 +248,8 @@ class Scheduler:
             self._num_swaps += 1
         self._line.put_back(victim)
         self._num_preemptions += 1
+        self.preemptions["swap" if copies else "recompute", cause] += 1
+        self._moves.append(Move(victim, "preempted"))
 
     def _admit(self, draft: Draft, now: float, claimant: Request | None) -> None:
         """Brings in the claimant, preempted requests, and waiting ones, while tokens, slots and blocks are left."""
@@ -273,6 +287,8 @@ class Scheduler:
         return draft.num_tokens < self.max_num_batched_tokens and self._batch.num_free_slots > 0
 
     def _start(self, request: Request, draft: Draft, now: float) -> None:
+        if request.num_preemptions:
+            self._moves.append(Move(request, "resumed"))
         self._quarantine.enter(request)
         if request.first_scheduled is None:
             request.first_scheduled = now

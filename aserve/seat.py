@@ -6,7 +6,7 @@ Built and changed by scheduler.py and batch.py only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from aserve.block_manager import BlockTable
 from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotMask, SlotUpdate, StepPlan, TokenLogprobs
@@ -21,6 +21,17 @@ class Event(NamedTuple):
     token_id: int | None
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+
+
+PreemptionKind = Literal["swap", "recompute"]
+PreemptionCause = Literal["memory", "fairness", "away"]  # away: its reader is, and memory was short
+
+
+class Move(NamedTuple):
+    """A running request was preempted, or one that had been runs again."""
+
+    request: Request
+    change: Literal["preempted", "resumed"]
 
 
 class SharedPrefix:

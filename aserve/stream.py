@@ -17,6 +17,7 @@ from typing import Literal, Self
 from aserve.errors import AserveError, InvalidRequestError
 from aserve.request import Completion, Delta, Request, Usage
 
+Change = Literal["preempted", "resumed"]  # memory ran short, and is there again
 SlowReader = Literal["coalesce", "pause", "cancel"]  # what happens to a request whose reader is behind
 _TOKEN_BYTES = 4  # what an id counts against a limit
 _MANY_DELTAS = 64  # unread ones are joined past this number: a reader that keeps up never has so many
@@ -41,6 +42,7 @@ class Mailbox:
         "behind",
         "ended",
         "error",
+        "on_change",
         "request",
     )
 
@@ -63,6 +65,7 @@ class Mailbox:
         self.behind = False  # more is unread than the limit allows
         self._waiter: asyncio.Future[None] | None = None  # at most one reader
         self.request: Request | None = None  # None until admitted
+        self.on_change: Callable[[Change], None] | None = None
         self.ended = False  # no delta will follow
         self.error: AserveError | None = None  # raised to the reader once the deltas are read
 
@@ -268,6 +271,10 @@ class Stream:
     def ended(self) -> bool:
         """True once no delta will follow those already there."""
         return self._box.ended
+
+    def on_change(self, call: Callable[[Change], None] | None) -> None:
+        """Has the engine call that when the request is preempted for want of memory, and when it runs again."""
+        self._box.on_change = call
 
     def detach(self, limit: int) -> None:
         """Nobody reads for now. The request runs on, is the first to be preempted, and is cancelled once more than

@@ -48,7 +48,7 @@ class PackedLinear:
 
 
 class GatedLinear:
-    """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U] and bias [2F] = [g | u].
+    """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U], or G and U apart, and bias [2F] = [g | u].
 
     On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernel does for one token;
     otherwise `gated_mlp` (ops.Kernels') follows one product.
@@ -57,18 +57,23 @@ class GatedLinear:
     __slots__ = ("_activation", "_bias", "_few", "_fused", "_gate", "_gated_mlp", "_up")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, activation: str, gated_mlp: Callable[[Tensor, str], Tensor]
+        self,
+        weight: Tensor | tuple[Tensor, Tensor],
+        bias: Tensor | None,
+        activation: str,
+        gated_mlp: Callable[[Tensor, str], Tensor],
     ) -> None:
         self._activation = activation
         self._gated_mlp = gated_mlp
         self._fused: PackedLinear | None = None
-        if _packs(weight) and activation in _ONEDNN_ACTIVATIONS:
-            self._gate, self._up = (_pack(half) for half in weight.chunk(2))
+        gate, up = weight.chunk(2) if isinstance(weight, Tensor) else weight
+        if _packs(gate) and activation in _ONEDNN_ACTIVATIONS:
+            self._gate, self._up = _pack(gate), _pack(up)
             self._bias = (None, None) if bias is None else bias.chunk(2)
         else:
-            self._fused = PackedLinear(weight, bias)
+            self._fused = PackedLinear(weight if isinstance(weight, Tensor) else torch.cat(weight), bias)
         self._few: Callable[..., Tensor] | None = None
-        if weight.device.type == "cuda":
+        if gate.device.type == "cuda":
             from aserve_kernels.triton.linear import gated_linear
 
             self._few = gated_linear
@@ -98,7 +103,7 @@ def _padded(x: Tensor) -> Tensor:
 
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-    use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    use_huge_pages(packed)
     return packed
 
 

@@ -69,8 +69,8 @@ def rotary_kv_write_(
         x[:, :num_heads] *= q_weight
         x[:, num_heads:] *= k_weight
     half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).split(1, dim=2)
-    pairs = x[..., : 2 * half].unflatten(-1, (2, half))
+    cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).chunk(2, dim=2)
+    pairs = x[..., : 2 * half].view(*x.shape[:-1], 2, half)
     turned = pairs * cos
     turned[:, :, :1].addcmul_(pairs[:, :, 1:], sin, value=-1)
     turned[:, :, 1:].addcmul_(pairs[:, :, :1], sin)

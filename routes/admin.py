@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import anyio
 import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from aserve import Engine, EngineDeadError, InvalidRequestError, NotFoundError, Tokenizer, __version__
+from aserve import Engine, EngineDeadError, InvalidRequestError, NotFoundError, OverloadedError, Tokenizer, __version__
 from routes.endpoint import Options
 from routes.http import json_response, read_body
 from routes.metrics import exposition
@@ -21,6 +22,7 @@ from routes.records import Live
 from routes.schemas import DetokenizeBody, TokenizeBody, conversation, parse
 
 T = TypeVar("T")
+_WARM_UP_SECONDS = 5.0
 _INLINE_TOKENS = 4096  # decoded on the loop; more go to a thread
 
 
@@ -47,6 +49,16 @@ class Admin:
         elif now - self._progress > self._options.stall_timeout:
             raise EngineDeadError(f"no step has ended for {now - self._progress:.0f} seconds")
         return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """`health`, and a token has been generated: where none has yet, one is."""
+        self._engine.check()
+        try:
+            with anyio.fail_after(_WARM_UP_SECONDS):
+                await self._engine.warm_up()
+        except TimeoutError:
+            raise OverloadedError("no token was generated yet") from None
+        return await self.health(request)
 
     async def version(self, request: Request) -> Response:
         """The server's version."""

@@ -90,7 +90,7 @@ def create_app(
             Route("/tokenize", admin.tokenize, methods=["POST"]),
             Route("/detokenize", admin.detokenize, methods=["POST"]),
             Route("/health", admin.health),
-            Route("/ready", admin.health),
+            Route("/ready", admin.ready),
             Route("/version", admin.version),
             Route("/load", admin.load),
             Route("/metrics", admin.metrics),

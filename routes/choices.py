@@ -41,6 +41,12 @@ _NOT_WITH_BEAMS = (
     "stop_token_ids",
     "allowed_token_ids",
     "bad_words",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
 )
 
 

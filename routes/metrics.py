@@ -5,6 +5,7 @@ Everything is read from the engine when asked for; nothing is counted here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -22,7 +23,6 @@ _COUNTERS = {
     "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of ended requests"),
     "num_cached_tokens": ("cached_prompt_tokens", "Prompt tokens of ended requests found in the prefix cache"),
     "num_output_tokens": ("output_tokens", "Output tokens of ended requests"),
-    "num_preemptions": ("preemptions", "Preemptions of ended requests"),
 }
 _GAUGES = {
     "num_running": ("requests_running", "Sequences that hold a slot"),
@@ -31,6 +31,8 @@ _GAUGES = {
     "num_blocks_used": ("kv_blocks_used", "KV blocks in use"),
     "num_blocks": ("kv_blocks", "KV blocks of the device pool"),
     "num_in_flight": ("steps_in_flight", "Steps submitted and not committed"),
+    "num_paused": ("requests_paused", "Requests whose readers are behind"),
+    "oldest_wait": ("oldest_wait_seconds", "Age of the oldest request that has not run yet"),
     "last_step_seconds": ("last_step_seconds", "Duration of the last step"),
 }
 _HISTOGRAMS = {
@@ -39,6 +41,7 @@ _HISTOGRAMS = {
     "queue": ("queue_seconds", "Arrival to first step"),
     "request": ("request_seconds", "Arrival to end"),
     "step": ("step_seconds", "Step submitted to result"),
+    "loop_lag": ("event_loop_lag_seconds", "A step's end on the model thread to the event loop's turn"),
 }
 
 
@@ -54,6 +57,15 @@ class EngineCollector(Collector):
         for outcome, count in metrics.outcomes.items():
             outcomes.add_metric([outcome], count)
         yield outcomes
+        preemptions = CounterMetricFamily(
+            "aserve_preemptions", "Preemptions by kind and cause", labels=["kind", "cause"]
+        )
+        for labels, count in stats.preemptions.items():
+            preemptions.add_metric(labels, count)
+        yield preemptions
+        if stats.last_step_age is not None:
+            when = time.time() - stats.last_step_age
+            yield GaugeMetricFamily("aserve_last_step_timestamp_seconds", "When the last step was done", value=when)
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"aserve_{name}", text, value=getattr(metrics, field))
         for field, (name, text) in _GAUGES.items():

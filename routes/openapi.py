@@ -31,7 +31,7 @@ _READS = {
     "/v1/models": "The served names",
     "/v1/models/{id}": "One served name",
     "/health": "Whether the engine can serve",
-    "/ready": "Whether the engine can serve",
+    "/ready": "Whether the engine can serve, and has generated a token",
     "/v1/streams/{id}": "A resumable stream, after Last-Event-ID",
     "/version": "The server's version",
     "/load": "Requests in flight",

@@ -173,7 +173,7 @@ class Server(uvicorn.Server):
     async def run_engine(self, listener: socket.socket) -> int:
         """Loads the model while the port already answers 503, serves, drains; the exit code."""
         self._loop = asyncio.get_running_loop()
-        starting = asyncio.create_task(self._engine.start())
+        starting = asyncio.create_task(self._start())
         serving = asyncio.create_task(self.serve([listener]))
         signalled = asyncio.create_task(self._signalled.wait())
         try:
@@ -192,6 +192,10 @@ class Server(uvicorn.Server):
             signalled.cancel()
             self.should_exit = True
             await serving
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        await self._engine.warm_up()
 
     def _log_ready(self) -> None:
         info = self._engine.info

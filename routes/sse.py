@@ -28,6 +28,7 @@ from routes.records import Record, abnormal
 log = logging.getLogger("aserve.routes")
 
 PING = b": ping\n"  # a blank line after it would end an empty event, on which the OpenAI SDK fails once it has an id
+_MAX_COMMENTS = 256  # bytes that wait while nothing can be sent
 DONE = "data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -93,6 +94,10 @@ class EventStream:
         self._failing = failing
         self._done = done
         self._ping_interval = ping_interval
+        self._comments = b""  # to send before the next ping is due
+        self._commented = anyio.Event()
+        for stream in self.streams:
+            stream.on_change(self._comment)
         self._error: AserveError | None = None
         self._busy = 0  # sends that the server has not taken yet
         self._ending: str | None = None  # [DONE] or the error, once every choice has ended
@@ -202,9 +207,19 @@ class EventStream:
         if self._error:
             scope.cancel()
 
+    def _comment(self, change: str) -> None:
+        """A stream that pauses for want of memory says so."""
+        if len(self._comments) < _MAX_COMMENTS:
+            self._comments += f": {change}\n".encode("ascii")
+        self._commented.set()
+
     async def _ping(self, send: Send) -> None:
-        """Comments on a wall clock, from the response's start to its end, except while bytes wait to be sent."""
+        """Comments: what there is to say, and a ping on a wall clock from the response's start to its end. None is
+        sent while bytes wait."""
         while True:
-            await anyio.sleep(self._ping_interval)
+            with anyio.move_on_after(self._ping_interval):
+                await self._commented.wait()
+            self._commented = anyio.Event()
             if not self._busy:
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                comments, self._comments = self._comments or PING, b""
+                await send({"type": "http.response.body", "body": comments, "more_body": True})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -108,7 +109,7 @@ class ThreadExecutor:
                 if ahead:
                     self._launched.put((handle, future))
                 else:
-                    self._post(self._finish, future, runner.wait(handle), None)
+                    self._deliver(future, runner.wait(handle))
             except StepError as error:
                 self._post(self._finish, future, None, error)
 
@@ -117,13 +118,17 @@ class ThreadExecutor:
         while (step := self._launched.get()) is not None:
             handle, future = step
             try:
-                self._post(self._finish, future, runner.wait(handle), None)
+                self._deliver(future, runner.wait(handle))
             except StepError as error:
                 self._post(self._finish, future, None, error)
             except BaseException as error:
                 self._post(self._fail, error)
                 self._plans.put(None)
                 return
+
+    def _deliver(self, future: asyncio.Future[StepResult], result: StepResult) -> None:
+        result.timings.lag = -time.perf_counter()  # _finish makes it the time between
+        self._post(self._finish, future, result, None)
 
     def _post(self, callback: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
@@ -135,6 +140,8 @@ class ThreadExecutor:
         self, future: asyncio.Future[StepResult], result: StepResult | None, error: BaseException | None
     ) -> None:
         self._in_flight.discard(future)
+        if result is not None:
+            result.timings.lag += time.perf_counter()
         _settle(future, result, error)
 
     def _fail(self, error: BaseException) -> None:

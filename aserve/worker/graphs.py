@@ -95,8 +95,12 @@ class StepGraphs:
         """Captures the largest decode steps, so that smaller ones fit in their memory, and compiles what a first
         request needs."""
         nothing = StepPlan(0)
-        for options in (DrawOptions(), DrawOptions(all_greedy=False)):
-            for size in (self._max_rows, 1):
+        few = [size for size in (64, 32, 16, 8) if size < self._max_rows]  # each has linear kernels of its own
+        for options, sizes in (
+            (DrawOptions(), [self._max_rows, *few, 1]),
+            (DrawOptions(all_greedy=False), [self._max_rows, 1]),
+        ):
+            for size in sizes:
                 bucket = Bucket(size, 0, 0, options)
                 self._first(bucket, self._words[True], _pack_decodes((), bucket, self._state.padding_slot))
         bucket = Bucket(0, _CHUNK_ROWS[0], _chunk_bucket(1), DrawOptions())

@@ -200,4 +200,6 @@ def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
         if num_tokens <= 32:
             return dict(vector=False, BLOCK_N=32, BLOCK_K=256, num_warps=4, num_stages=5)
         return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=6)
+    if num_tokens <= 8:
+        return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)
     return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=5)

@@ -14,6 +14,7 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from aserve import Engine, EngineConfig, SamplingParams
+from aserve.request import Sequence
 from routes.app import create_app
 from tests.asgi import delete, get
 from tests.engine_util import HeldExecutor, settle, until_idle
@@ -21,7 +22,9 @@ from tests.faults.interrupt import Points
 from tests.serving import TOKENIZER, VOCAB_SIZE, EchoRunner
 
 pytestmark = pytest.mark.anyio
-BODY: dict[str, Any] = {"prompt": "xyz", "max_tokens": 6, "temperature": 0, "n": 2}
+[A] = TOKENIZER.encode("a", False)
+MAX_MORE = 16  # tokens of a choice after the interruption: the loop's turns until the engine knows, and a few steps
+BODY: dict[str, Any] = {"prompt": "xyz", "max_tokens": 40, "temperature": 0, "n": 2}
 
 
 @dataclass
@@ -32,6 +35,12 @@ class World:
     app: ASGIApp
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     key: str | None = None
+    left: dict[Sequence, int] = field(default_factory=dict)  # what ran at the interruption, and its tokens then
+
+    def note(self) -> None:
+        for request in self.engine._scheduler._unfinished:
+            if request.prompt[0] != A:
+                self.left |= {sequence: len(sequence.output) for sequence in request.sequences}
 
     async def request(self, path: str, body: Any, headers: dict[str, str]) -> None:
         """An HTTP request whose client leaves when `gone` is set."""
@@ -83,19 +92,19 @@ async def resumable(world: World) -> None:
 
 async def chat(world: World) -> None:
     await world.request(
-        "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True}, {}
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "stream": True}, {}
     )
 
 
 async def iterated(world: World) -> None:
-    params = SamplingParams(max_tokens=6, temperature=0.0, n=2)
+    params = SamplingParams(max_tokens=40, temperature=0.0, n=2)
     async with world.engine.generate("xyz", params) as stream:
         async for _ in stream:
             pass
 
 
 async def written(world: World) -> None:
-    await world.engine.generate_text("xyz", SamplingParams(max_tokens=6, temperature=0.0))
+    await world.engine.generate_text("xyz", SamplingParams(max_tokens=40, temperature=0.0))
 
 
 Scenario = Callable[[World], Awaitable[None]]
@@ -125,15 +134,20 @@ async def interrupted(scenario: Scenario, depth: int, at: int | None, act: Calla
     async with a_world(depth) as world:
         mine = asyncio.all_tasks()
         neighbour = asyncio.create_task(
-            world.engine.generate_text("abc", SamplingParams(max_tokens=30, temperature=0.0))
+            world.engine.generate_text("abc", SamplingParams(max_tokens=60, temperature=0.0))
         )
         await asyncio.sleep(0)
-        points = Points(at, lambda points: act(points, world))
+
+        def act_now(points: Points) -> None:
+            world.note()
+            act(points, world)
+
+        points = Points(at, act_now)
         result = await points.watch(_run(scenario, world))
         assert result is None or isinstance(result, asyncio.CancelledError), repr(result)
         if world.key is not None and act is hang_up:  # it waits for its client to come back
             await delete(world.app, f"/v1/requests/{world.key}")
-        assert await neighbour == "abc" * 10
+        assert await neighbour == "abc" * 20
         await until_idle(world.engine)
         await settle()
         assert asyncio.all_tasks() == mine
@@ -142,6 +156,8 @@ async def interrupted(scenario: Scenario, depth: int, at: int | None, act: Calla
         assert not world.engine._pipeline._outputs  # type: ignore[union-attr]
         load = (await get(world.app, "/load")).json()
         assert load == {"server_load": 0, "running": 0, "waiting": 0}
+        for sequence, num_tokens in world.left.items():
+            assert len(sequence.output) <= num_tokens + MAX_MORE
         outcomes = world.engine.metrics.outcomes
         assert sum(outcomes.values()) <= (3 if scenario is several else 2)
         assert outcomes["error"] == 0
