@@ -143,6 +143,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="between comments on a stream (default: %(default)s)",
     )
     _add_stream_flags(http)
+    http.add_argument("--log-requests", action="store_true", help="log the beginning of each body, prompts included")
     http.add_argument(
         "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or mistral"
     )
@@ -226,6 +227,7 @@ def _serve(args: argparse.Namespace) -> int:
         journal_bytes=args.journal_bytes,
         slow_client=args.slow_client,
         max_unsent_bytes=args.max_unsent_bytes,
+        log_requests=args.log_requests,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         drain_timeout=args.drain_timeout,

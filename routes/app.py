@@ -43,6 +43,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
     ping_interval: float = 15.0,
+    log_requests: bool = False,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     resume_grace: float = 0.0,
@@ -54,16 +55,18 @@ def create_app(
     """The application. The engine's own name is served where no names are given.
 
     `ping_interval` is seconds between comments on an idle stream. A stream whose client is cut off runs on for
-    `resume_grace` seconds, or for what the request asks for, up to `max_resume_grace`; its journal, and what waits for
-    the client meanwhile, may take `journal_bytes` each. A client that leaves more than `max_unsent_bytes` unread is
-    slow, and `slow_client` says what happens to its stream. A mounted app's lifespan is never run by its host,
-    which must start the engine itself. `tool_call_parser` (hermes, llama3_json, mistral) and `reasoning_parser`
-    (deepseek_r1, qwen3, think) say how the model writes its calls and thoughts. Raises ConfigError for another.
+    `resume_grace` seconds, or for what the request asks for, up to `max_resume_grace`; its journal, and what waits
+    for the client meanwhile, may take `journal_bytes` each. A client that leaves more than `max_unsent_bytes`
+    unread is slow, and `slow_client` says what happens to its stream. A mounted app's lifespan is never run by its
+    host, which must start the engine itself. `log_requests` logs the beginning of each body. `tool_call_parser`
+    (hermes, llama3_json, mistral) and `reasoning_parser` (deepseek_r1, qwen3, think) say how the model writes its
+    calls and thoughts. Raises ConfigError for another.
     """
     options = Options(
         served_model_names=tuple(served_model_names),
         max_body_bytes=max_body_bytes,
         ping_interval=ping_interval,
+        log_requests=log_requests,
         turn_format=TurnFormat(tool_call_parser, reasoning_parser),
         slow_client=slow_client,
         max_unsent_bytes=max_unsent_bytes,

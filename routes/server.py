@@ -49,6 +49,7 @@ class ServerOptions:
     journal_bytes: int = 1 << 20
     slow_client: SlowReader = "coalesce"
     max_unsent_bytes: int = 1 << 20
+    log_requests: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     drain_timeout: float = 30.0
@@ -144,6 +145,7 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             journal_bytes=options.journal_bytes,
             slow_client=options.slow_client,
             max_unsent_bytes=options.max_unsent_bytes,
+            log_requests=options.log_requests,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
         )
