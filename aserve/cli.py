@@ -154,6 +154,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: %(default)s)"
     )
     http.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of the lines on stderr (default: %(default)s)"
+    )
+    http.add_argument(
         "--app", metavar="pkg.module:create_app", help="your own create_app(engine) -> ASGI app, in place of aserve's"
     )
     add_engine_flags(parser)
@@ -223,6 +226,7 @@ def _serve(args: argparse.Namespace) -> int:
         drain_timeout=args.drain_timeout,
         exit_on_death=args.exit_on_death,
         log_level=args.log_level,
+        log_format=args.log_format,
         root_path=args.root_path,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,

@@ -54,6 +54,7 @@ class RequestLog:
         try:
             await self.app(scope, receive, labelled)
         finally:
+            fields = {"method": scope["method"], "path": scope["path"], "status": status, "request_id": record.label}
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             log.log(
                 level,
@@ -63,6 +64,7 @@ class RequestLog:
                 status or "-",
                 record.describe(),
                 record.label,
+                extra={"fields": fields | record.fields()},
             )
 
 

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 from aserve import ConfigError, Engine, EngineConfig, SlowReader
 from routes.app import create_app
+from routes.logs import LogFormat, logging_to_stderr
 
 log = logging.getLogger("aserve.server")
 
@@ -50,6 +51,7 @@ class ServerOptions:
     drain_timeout: float = 30.0
     exit_on_death: bool = True
     log_level: str = "info"
+    log_format: LogFormat = "text"
     root_path: str = ""  # where a proxy mounts the server
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -61,14 +63,8 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
-    set_up_logging(options)
-    with bind(options.host, options.port) as listener:
+    with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
         return serve_engine(Engine(config), listener, options)
-
-
-def set_up_logging(options: ServerOptions) -> None:
-    """Log lines go to stderr."""
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:

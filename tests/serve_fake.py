@@ -14,7 +14,8 @@ from typing import Any
 
 from aserve import Engine, EngineConfig
 from aserve.executors.thread import ThreadExecutor
-from routes.server import ServerOptions, bind, serve_engine, set_up_logging
+from routes.logs import logging_to_stderr
+from routes.server import ServerOptions, bind, serve_engine
 from tests.faults.runner import FaultyRunner
 from tests.serving import TOKENIZER, VOCAB_SIZE
 
@@ -24,7 +25,6 @@ def main(port: int, given: dict[str, Any]) -> int:
     names = {field.name for field in dataclasses.fields(ServerOptions)}
     options = ServerOptions(**{name: value for name, value in given.items() if name in names})
     config = EngineConfig(model="fake", **{name: value for name, value in given.items() if name not in names})
-    set_up_logging(options)
     runner = FaultyRunner(
         fault=fault,
         num_gpu_blocks=4096,
@@ -34,7 +34,7 @@ def main(port: int, given: dict[str, Any]) -> int:
         before_step=lambda plan: time.sleep(step),
     )
     engine = Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
-    with bind("127.0.0.1", port) as listener:
+    with logging_to_stderr(options.log_level, options.log_format), bind("127.0.0.1", port) as listener:
         print(listener.getsockname()[1], flush=True)
         return serve_engine(engine, listener, options)
 
