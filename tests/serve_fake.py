@@ -33,6 +33,9 @@ def main(port: int, given: dict[str, Any]) -> int:
         vocab_size=VOCAB_SIZE,
         before_step=lambda plan: time.sleep(step),
     )
+    if config.max_num_seqs is not None:
+        most = max(config.max_num_seqs, runner.info.max_num_batched_tokens)
+        runner.info = dataclasses.replace(runner.info, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=most)
     engine = Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
     with logging_to_stderr(options.log_level, options.log_format), bind("127.0.0.1", port) as listener:
         print(listener.getsockname()[1], flush=True)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -104,7 +103,7 @@ def test_a_reader_of_nothing_is_bounded_and_no_other_stream_notices(policy: str)
 
 def test_2000_streams_that_wait_cost_little_and_get_their_pings_on_time() -> None:
     """All but one wait in the queue. Every stream gets each ping, and none is half an interval late."""
-    count, interval, rounds = 2000, 5.0, 2
+    count, interval, rounds = 2000, 5.0, 3
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
 
@@ -116,30 +115,40 @@ def test_2000_streams_that_wait_cost_little_and_get_their_pings_on_time() -> Non
         async def wait() -> None:
             nonlocal opened
             wire = await Wire.open(url)
-            await wire.send("POST", "/v1/completions", {"prompt": "abc", "stream": True, "max_tokens": 4000})
-            assert await wire.head() == 200
-            chunks: Any = wire.chunks()
-            opened += 1
-            if opened == count:
-                start.set()
-            await start.wait()
-            at: float | None = None
-            for _ in range(rounds + 1):
-                assert b": ping" in await anext(chunks)
-                now = time.perf_counter()
-                if at is not None:
-                    late.append(now - at - interval)
-                at = now
-            wire.close()
+            try:
+                await wire.send("POST", "/v1/completions", body)
+                assert await wire.head() == 200
+                opened += 1
+                if opened == count:
+                    start.set()
+                chunks = wire.chunks()
+                at: float | None = None
+                seen = 0
+                while seen < rounds:
+                    assert b": ping" in await anext(chunks)
+                    now = time.perf_counter()
+                    if at is not None:
+                        late.append(now - at - interval)
+                    at, seen = now, seen + start.is_set()
+            finally:
+                wire.close()
 
+        async def cpu() -> float:
+            return sum((await asyncio.to_thread(process.cpu_times))[:2])
+
+        body = {"prompt": "abc", "stream": True, "max_tokens": 4000}
+        first = await Wire.open(url)  # it runs, the others wait for it
+        await first.send("POST", "/v1/completions", body)
+        await first.head()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(count):
                 tasks.create_task(wait())
                 await asyncio.sleep(interval / 2 / count)  # as pings go out over time, so do arrivals
             await start.wait()
-            used, began = sum(process.cpu_times()[:2]), time.perf_counter()
-            await asyncio.sleep(interval * rounds)
-            share = (sum(process.cpu_times()[:2]) - used) / (time.perf_counter() - began)
+            used, began = await cpu(), time.perf_counter()
+            await asyncio.sleep(interval * (rounds - 1))
+            share = (await cpu() - used) / (time.perf_counter() - began)
+        first.close()
         return share, late
 
     try:
@@ -147,7 +156,7 @@ def test_2000_streams_that_wait_cost_little_and_get_their_pings_on_time() -> Non
             share, late = asyncio.run(main(process.url, psutil.Process(process.child.pid)))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(late) == count * rounds
+    assert len(late) >= count * (rounds - 1)
     print(f"{share:.1%} of a core; latest ping {max(late):.3f} s late")
     assert max(late) < interval / 2
     assert share < 0.10
