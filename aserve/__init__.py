@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aserve.beams import Beam, BeamSearch, beam_search, run_beams
     from aserve.client import Client
     from aserve.config import EngineConfig
+    from aserve.constraint import StructuredOutput
     from aserve.engine import Engine, EngineStats
     from aserve.errors import (
         AserveError,
@@ -38,6 +40,8 @@ __all__ = [
     "LLM",
     "AserveError",
     "AuthenticationError",
+    "Beam",
+    "BeamSearch",
     "Client",
     "Completion",
     "ConfigError",
@@ -58,13 +62,18 @@ __all__ = [
     "SamplingParams",
     "SlowReader",
     "Stream",
+    "StructuredOutput",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
     "WorkerInfo",
+    "beam_search",
+    "run_beams",
 ]
 
 _MODULES = {
+    "Beam": "beams",
+    "BeamSearch": "beams",
     "Client": "client",
     "Completion": "request",
     "Delta": "request",
@@ -77,10 +86,13 @@ _MODULES = {
     "SamplingParams": "request",
     "SlowReader": "stream",
     "Stream": "stream",
+    "StructuredOutput": "constraint",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",
     "WorkerInfo": "plan",
+    "beam_search": "beams",
+    "run_beams": "beams",
 }
 
 

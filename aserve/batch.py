@@ -39,6 +39,8 @@ class Batch:
         self.prefilling: dict[Seat, None] = {}
         self._computing: dict[bytes, None] = {}  # names of blocks that chunks in flight fill
         self._decoding: dict[Seat, None] = {}
+        self._constrained: dict[Seat, None] = {}  # those of them whose next mask follows from their last draw
+        self._held: dict[Seat, None] = {}  # those of these that cannot be planned yet
         self._changed = False
         self._decode_seats: tuple[Seat, ...] = ()
         self._decode_slots: tuple[int, ...] = ()
@@ -70,8 +72,7 @@ class Batch:
         del self.seats[sequence]
         self.prefilling.pop(seat, None)
         if seat in self._decoding:
-            del self._decoding[seat]
-            self._changed = True
+            self._leave_decoding(seat)
         for name in seat.computing:
             self._computing.pop(name, None)
         sequence.slot = None
@@ -120,11 +121,25 @@ class Batch:
 
     def growing(self) -> list[Seat]:
         """Decoding seats whose next position needs a block of its own."""
+        if self._constrained or self._held:
+            held = {
+                seat: None
+                for seat in self._constrained
+                if seat.sequence.num_inflight or (seat.constraint is not None and not seat.constraint.ready)
+            }
+            if held != self._held:
+                self._held = held
+                self._changed = True
+        self._collect_decodes()
+        return [seat for seat in self._decode_seats if seat.sequence.num_computed == seat.grow_at]
+
+    def _collect_decodes(self) -> None:
+        """Makes the tuples anew where a seat has come, gone, or is held back since."""
         if self._changed:
-            self._decode_seats = tuple(self._decoding)
+            seats = [seat for seat in self._decoding if seat not in self._held] if self._held else self._decoding
+            self._decode_seats = tuple(seats)
             self._decode_slots = tuple(seat.slot for seat in self._decode_seats)
             self._changed = False
-        return [seat for seat in self._decode_seats if seat.sequence.num_computed == seat.grow_at]
 
     def num_growth(self, growing: list[Seat]) -> int:
         """Blocks that grow() would take: the last of those that copy one shared block may keep it."""
@@ -154,20 +169,26 @@ class Batch:
             self._policy.charge(seat.sequence.request, output=size)
 
     def plan_decodes(self, draft: Draft) -> tuple[int, ...]:
-        """Every decoding seat computes its last token and draws. Returns the slots, the same tuple while unchanged."""
-        if self._changed:  # seats were preempted since growing()
-            self.growing()
+        """Every decoding seat computes its last token and draws, a constrained one only once its last draw is
+        committed. Returns the slots, the same tuple while unchanged."""
+        self._collect_decodes()  # seats may have been preempted since growing()
         draft.decoding = self._decode_seats
         slots = self._decode_slots
         draft.num_tokens = len(slots)
+        if self._constrained:
+            draft.mask(draft.decoding)
         for seat in draft.decoding:
             sequence = seat.sequence
             sequence.num_inflight += 1
             sequence.num_computed = num_computed = sequence.num_computed + 1
             if num_computed == seat.full_at:
-                del self._decoding[seat]
-                self._changed = True
+                self._leave_decoding(seat)
         return slots
+
+    def _leave_decoding(self, seat: Seat) -> None:
+        del self._decoding[seat]
+        self._constrained.pop(seat, None)
+        self._changed = True
 
     # chunks
 
@@ -232,7 +253,10 @@ class Batch:
             if end < each.full_at:
                 self._decoding[each] = None
                 self._changed = True
+                if each.constraint is not None:
+                    self._constrained[each] = None
         seat.forks = []
+        draft.mask(drawing)
         return drawing
 
     # prefix cache

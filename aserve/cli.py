@@ -144,6 +144,12 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_stream_flags(http)
     http.add_argument(
+        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or mistral"
+    )
+    http.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how the model writes its thoughts: deepseek_r1, qwen3 or think"
+    )
+    http.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
@@ -223,6 +229,8 @@ def _serve(args: argparse.Namespace) -> int:
         journal_bytes=args.journal_bytes,
         slow_client=args.slow_client,
         max_unsent_bytes=args.max_unsent_bytes,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         drain_timeout=args.drain_timeout,
         exit_on_death=args.exit_on_death,
         log_level=args.log_level,

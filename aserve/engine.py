@@ -23,9 +23,11 @@ from aserve import loading
 from aserve.admission import Limits, admit
 from aserve.chat_template import Message
 from aserve.config import EngineConfig
+from aserve.constraint import Constraint
 from aserve.detokenizer import Detokenizer
 from aserve.errors import AserveError, InvalidRequestError, OverloadedError, RequestFailedError
 from aserve.executors import Executor
+from aserve.grammar import Grammars
 from aserve.metrics import Metrics
 from aserve.output import Output
 from aserve.pipeline import Pipeline, dead_error
@@ -34,6 +36,7 @@ from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams, Sequence
 from aserve.scheduler import Scheduler
 from aserve.stream import Mailbox, SlowReader, Stream
+from aserve.structured import StructuredOutputs
 from aserve.tokenizer import Tokenizer
 
 MAX_UNREAD = 1 << 20  # bytes
@@ -135,6 +138,10 @@ class Engine:
         try:
             if self._model.files is not None and self.tokenizer is None:
                 self.tokenizer = await off_loop(partial(loading.load_tokenizer, self._model, self.config))
+                self._structured = self._make_structured()
+                await self._structured.build()  # holds the GIL for long: better now than with streams open
+            else:
+                self._structured = self._make_structured()
             self.info = await worker
             if self.draining:
                 raise OverloadedError("the engine was stopped while it started")
@@ -184,6 +191,7 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS if pipeline.dead is None else _DEAD_STOP_SECONDS):
                 await self._executor.stop()
+        self._structured.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -348,9 +356,11 @@ class Engine:
             if asyncio.get_running_loop() is not self._loop:
                 raise RuntimeError("this engine runs on another event loop")
             arrival = self._loop.time()
+            params = params or SamplingParams(**self._model.sampling)
             prompt = await encode()
+            constraints = await self._structured.constraints(params.structured, params.n)
             self.check()
-            request = self._admit(key, prompt, params or SamplingParams(**self._model.sampling), options, arrival)
+            request = self._admit(key, prompt, params, constraints, options, arrival)
         except AserveError:
             self.metrics.num_refused += 1
             raise
@@ -367,7 +377,13 @@ class Engine:
         return self.tokenizer.detokenizer(request.prompt, request.params.skip_special_tokens)
 
     def _admit(
-        self, key: str, prompt: Items[int], params: SamplingParams, options: RequestOptions, arrival: float
+        self,
+        key: str,
+        prompt: Items[int],
+        params: SamplingParams,
+        constraints: Items[Constraint | None],
+        options: RequestOptions,
+        arrival: float,
     ) -> Request:
         max_tokens = admit(prompt, params, self._limits, num_waiting=self._scheduler.num_waiting)
         request = Request(
@@ -378,7 +394,7 @@ class Engine:
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
             max_tokens=max_tokens,
             arrival=arrival,
-            end_token_ids=() if params.ignore_eos else self.end_token_ids,
+            end_token_ids=() if params.ignore_eos and params.structured is None else self.end_token_ids,
             deadline=_deadline(arrival, options.get("timeout"), "timeout"),
             first_token_deadline=_deadline(arrival, options.get("ttft_timeout"), "ttft_timeout"),
             priority=options.get("priority", 0),
@@ -386,8 +402,18 @@ class Engine:
             label=options.get("label"),
             cache_salt=options.get("cache_salt"),
         )
-        request.sequences = [Sequence(request, index) for index in range(params.n)]
+        request.sequences = [
+            Sequence(request, index, constraint=constraint) for index, constraint in enumerate(constraints)
+        ]
         return request
+
+    def _make_structured(self) -> StructuredOutputs:
+        return StructuredOutputs(Grammars(self.tokenizer, self._wake_soon) if self.tokenizer is not None else None)
+
+    def _wake_soon(self) -> None:
+        """A slow mask is there: what was held back may be planned. Called on the mask thread."""
+        if self._pipeline is not None:
+            self._loop.call_soon_threadsafe(self._pipeline.wake)
 
     def _pace(self, policy: SlowReader, box: Mailbox) -> None:
         """The reader has fallen behind, or caught up. Coalescing needs nothing: a request's max_tokens bounds it."""

@@ -54,7 +54,7 @@ class Output:
         params = self.sequence.request.params
         text = ""
         tokens: tuple[int, ...] = ()
-        hidden = reason == "stop" and not params.include_stop_str_in_output
+        hidden = self.sequence.stop_token is not None and not params.include_stop_str_in_output
         if token_id is not None:
             tokens = (token_id,)
             if not hidden:

@@ -90,6 +90,10 @@ class Pipeline:
         for request in list(self._reasons):
             self.cancel(request, reason, error)
 
+    def wake(self) -> None:
+        """What could not be planned may be planned now."""
+        self._woken.set()
+
     def stop(self) -> None:
         """Lets `run` return once no request is live."""
         self._stopping = True

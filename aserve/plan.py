@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from aserve.constraint import Mask
 from aserve.request import SamplingParams
 
 
@@ -53,6 +54,13 @@ class Chunk(NamedTuple):
     draws: tuple[int, ...] = ()
 
 
+class SlotMask(NamedTuple):
+    """The draw of `slot` in this step gives a token of `mask`."""
+
+    slot: int
+    mask: Mask
+
+
 class BlockCopy(NamedTuple):
     """Copies one block, all layers, from source to target (device pool; or across pools in swap_out / swap_in)."""
 
@@ -76,6 +84,7 @@ class StepPlan:
     swap_out: tuple[BlockCopy, ...] = ()
     swap_in: tuple[BlockCopy, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    masks: tuple[SlotMask, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from aserve.constraint import Constraint, StructuredOutput
 from aserve.errors import AserveError, InvalidRequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
@@ -75,6 +76,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None  # the form the output must have
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -108,6 +110,8 @@ class SamplingParams:
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must name at least one token", param="allowed_token_ids")
+        if self.structured is not None:
+            _check_structured(self)
 
     @property
     def greedy(self) -> bool:
@@ -143,6 +147,15 @@ def _check_stop(stop: Items[str]) -> None:
             )
 
 
+def _check_structured(params: SamplingParams) -> None:
+    """Refuses what could leave a draw with no token at all."""
+    if not isinstance(params.structured, StructuredOutput):
+        raise InvalidRequestError("structured must be a StructuredOutput", param="structured")
+    for name, given in (("min_tokens", params.min_tokens), ("allowed_token_ids", params.allowed_token_ids)):
+        if given:
+            raise InvalidRequestError(f"{name} cannot be combined with {params.structured.name}", param=name)
+
+
 class Usage(NamedTuple):
     """Token counts of a request. `completion_tokens` sums its choices; dropped tokens never count."""
 
@@ -168,6 +181,7 @@ class Sequence:
     num_inflight: int = 0  # draws planned and not yet committed
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the end or stop token that ended it
+    constraint: Constraint | None = None  # has accepted exactly `output`
 
     def move(self, phase: Phase) -> None:
         """Changes phase. Raises PhaseError where TRANSITIONS has no such edge."""

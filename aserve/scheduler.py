@@ -341,6 +341,13 @@ class Scheduler:
             if token in seat.ends:
                 reason = "stop"
                 sequence.stop_token = token
+            if seat.constraint is not None:
+                try:
+                    if seat.constraint.accept(token):
+                        reason = "stop"
+                except AserveError as error:
+                    self._fail(sequence.request, error)
+                    continue
             if reason is not None:
                 self._end(sequence, reason)
             events.append(new_event(Event, (sequence, token, logprobs.get(at) if logprobs else None, reason)))
@@ -375,9 +382,7 @@ class Scheduler:
         touched = dict.fromkeys(seat.sequence.request for seat in seats if seat.live)
         culprits = dict.fromkeys(seat.sequence.request for seat in seats if seat.slot in slots and seat.live)
         for request in culprits if slots else self._quarantine.accuse(list(touched)):
-            request.cancel_reason = request.cancel_reason or "error"
-            request.error = request.error or error
-            self._end_all(request)
+            self._fail(request, error)
         for request in dict.fromkeys((*touched, *step.swapped_out)):
             if request in self._unfinished:
                 self._rebuild(request)
@@ -406,6 +411,12 @@ class Scheduler:
             self._end_all(self._cancelled.popleft())
         for request in islice(self._deadlines.take_expired(now), MAX_REAPED - count):
             self._end_all(request)
+
+    def _fail(self, request: Request, error: AserveError) -> None:
+        """Ends the request with the error, unless another reason came first."""
+        request.cancel_reason = request.cancel_reason or "error"
+        request.error = request.error or error
+        self._end_all(request)
 
     def _end_all(self, request: Request) -> None:
         """Ends what is unfinished of a request for its cancel_reason, each sequence with an event."""

@@ -5,10 +5,11 @@ Built and changed by scheduler.py and batch.py only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from aserve.block_manager import BlockTable
-from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotUpdate, StepPlan, TokenLogprobs
+from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotMask, SlotUpdate, StepPlan, TokenLogprobs
 from aserve.prefix_cache import HashChain
 from aserve.request import FinishReason, Request, Sequence
 
@@ -57,6 +58,7 @@ class Seat:
         "active",
         "chain",
         "computing",
+        "constraint",
         "ends",
         "forks",
         "full_at",
@@ -76,6 +78,7 @@ class Seat:
         request = sequence.request
         self.sequence = sequence
         self.output = sequence.output
+        self.constraint = sequence.constraint
         self.slot = slot
         self.table = table
         self.chain = chain
@@ -125,7 +128,7 @@ class Row(NamedTuple):
 class Draft:
     """A plan in the making, and what its result will mean."""
 
-    __slots__ = ("blocks", "chunks", "copies", "decoding", "handed", "num_tokens", "rows", "slots", "swap_in")
+    __slots__ = ("blocks", "chunks", "copies", "decoding", "handed", "masks", "num_tokens", "rows", "slots", "swap_in")
 
     def __init__(self) -> None:
         self.decoding: tuple[Seat, ...] = ()
@@ -137,6 +140,7 @@ class Draft:
         self.swap_in: list[BlockCopy] = []
         self.copies: list[BlockCopy] = []
         self.handed: list[Seat] = []  # seats whose slots this plan hands over
+        self.masks: list[SlotMask] = []
 
     def hand_over(self, seat: Seat) -> None:
         """The seat's slot, and the blocks it has so far, go to the model thread with this plan."""
@@ -144,6 +148,12 @@ class Draft:
         self.slots.append(seat.update())
         if seat.table.blocks:
             self.blocks.append(BlockDelta(seat.slot, 0, tuple(seat.table.blocks)))
+
+    def mask(self, seats: Iterable[Seat]) -> None:
+        """Asks for the masks of the draws that these seats are planned to make."""
+        for seat in seats:
+            if seat.constraint is not None and seat.limit:
+                self.masks.append(SlotMask(seat.slot, seat.constraint.mask()))
 
     def build(self, number: int, decodes: tuple[int, ...], swap_out: list[BlockCopy]) -> StepPlan:
         """The plain data for the model thread."""
@@ -156,6 +166,7 @@ class Draft:
             swap_out=tuple(swap_out),
             swap_in=tuple(self.swap_in),
             copies=tuple(self.copies),
+            masks=tuple(self.masks),
         )
 
 

@@ -57,10 +57,13 @@ class Tokenizer:
         self.vocab_size = backend.vocab_size
         self._special_tokens = dict(special_tokens or {})  # names and texts that templates may print
         self._chat_templates = chat_templates
+        self.special_token_ids = frozenset(skip_ids)
         self._longest_token = longest_token  # characters one token can stand for; None where unbounded
         kind = table_style(style)
         token_of = backend.id_to_token
-        self._tables = None if kind is None else (TokenTable(kind, token_of), TokenTable(kind, token_of, set(skip_ids)))
+        self._tables = (
+            None if kind is None else (TokenTable(kind, token_of), TokenTable(kind, token_of, self.special_token_ids))
+        )
 
     # text to ids
 
@@ -113,6 +116,16 @@ class Tokenizer:
             return self._backend.decode([token_id], False).encode()
         entry = self._tables[0][token_id]
         return entry.encode() if isinstance(entry, str) else entry
+
+    def vocabulary(self) -> list[bytes] | None:
+        """The bytes of every token by id, b"" for an id that is none; None where they are not known one by one."""
+        if self._tables is None:
+            return None
+        table = TokenTable(
+            self._tables[0].style, self._backend.id_to_token
+        )  # of its own: the whole would stay in memory
+        entries = (table[token_id] for token_id in range(self.vocab_size))
+        return [entry.encode() if isinstance(entry, str) else entry for entry in entries]
 
     # chat
 

@@ -1,8 +1,6 @@
 """The CUDA backend with flash-attn-4's Hopper kernels for chunks; everything else is triton_ops'.
 
-flash-attn-4 has no split-KV on Hopper, so rows of one token go to the Triton kernel unless chunks share their step: then
-one call for all rows is the quickest, except where the decodes are too few to fill the card with contexts too long for
-one program each.
+flash-attn-4 has no split-KV on Hopper, so rows of one token go to the Triton kernel, whatever else is in their step.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from aserve_kernels.triton_ops import (
 
 # a variant takes seconds to compile and the library keeps none on disk unless told to before its import
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-from flash_attn.cute import flash_attn_varlen_func  # noqa: E402
+from flash_attn.cute.interface import _flash_attn_fwd  # writes into a given tensor; no autograd
 
 __all__ = [
     "add_rms_norm_",
@@ -41,9 +39,6 @@ __all__ = [
     "sample",
     "scatter_blocks_",
 ]
-
-_FEW_DECODES = 128  # (row, KV head) pairs: about one per multiprocessor
-_LONG_CONTEXT = 1024  # tokens: from here on one program per pair is slower than a second launch
 
 
 def paged_attention(
@@ -59,37 +54,34 @@ def paged_attention(
     num_rows, num_decodes = meta.seq_lens.shape[0], meta.num_decodes
     if query.dtype == torch.float32 or num_decodes == num_rows or key_cache.shape[3] % 8:
         return triton_ops.paged_attention(query, key_cache, value_cache, meta, scale, window, softcap)
-    few = num_decodes * key_cache.shape[2] <= _FEW_DECODES
-    apart = num_decodes if few and meta.max_seq_len >= _LONG_CONTEXT else 0
-    chunks = flash_attn_varlen_func(
-        query[apart:],
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    if num_decodes:
+        decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
+    _flash_attn_fwd(
+        query[num_decodes:],
         key_cache,
         value_cache,
-        cu_seqlens_q=_starts_after(meta, apart),
+        cu_seqlens_q=_chunk_starts(meta),
         max_seqlen_q=meta.max_query_len,
-        seqused_k=meta.seq_lens[apart:],
+        seqused_k=meta.seq_lens[num_decodes:],
         max_seqlen_k=meta.max_seq_len,
-        page_table=meta.block_tables[apart:],
+        page_table=meta.block_tables[num_decodes:],
         softmax_scale=scale,
         causal=True,
-        window_size=(None, None) if window is None else (window - 1, 0),
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
         softcap=softcap or 0.0,
+        out=out[num_decodes:],
     )
-    if isinstance(chunks, tuple):
-        chunks = chunks[0]
-    if apart == 0:
-        return chunks.reshape(query.shape[0], -1)
-    out = torch.empty_like(query)
-    decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
-    out[apart:] = chunks
     return out.view(query.shape[0], -1)
 
 
-def _starts_after(meta: AttentionMeta, apart: int) -> Tensor:
-    """query_starts of rows [apart, R), from 0; made once a step."""
-    if apart == 0:
+def _chunk_starts(meta: AttentionMeta) -> Tensor:
+    """query_starts of the chunks, from 0; made once a step."""
+    if meta.num_decodes == 0:
         return meta.query_starts
     starts = meta.memo.get("flash_starts")
     if starts is None:
-        starts = meta.memo["flash_starts"] = meta.query_starts[apart:] - apart
-    return starts  # type: ignore[no-any-return]
+        starts = meta.memo["flash_starts"] = meta.query_starts[meta.num_decodes :] - meta.num_decodes
+    return starts

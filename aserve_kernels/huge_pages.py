@@ -1,25 +1,59 @@
 """Asks Linux to back large read-only weights with huge pages, in place. Called by PackedLinear on CPU.
 
 A matrix product at a small batch streams its weights once; with pages of 4 KiB it stalls on address translation and
-the hardware prefetcher stops at each page's end. A hint only: where the system has no such call nothing changes.
+the hardware prefetcher stops at each page's end. Gathering the pages takes as long as packing, so one daemon thread
+does it behind the loading and ends when nothing is left. A hint only: where the system has no such call nothing
+changes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+import weakref
+from collections import deque
 from functools import cache
+
+import torch
+from torch import Tensor
 
 _HUGE = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1 and newer: now, rather than when the kernel's own scan comes by
 
+_queue: deque[weakref.ref[Tensor]] = deque()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
 
-def use_huge_pages(address: int, size: int) -> None:
-    """Backs [address, address + size) with huge pages, its ends included where their neighbours are mapped too."""
-    libc = _libc()
-    if libc is None or size < _HUGE // 2:
+
+def use_huge_pages(packed: Tensor) -> None:
+    """Backs an mkldnn tensor's memory with huge pages, soon; its ends too where their neighbours are mapped."""
+    global _thread
+    if _libc() is None or torch.ops.mkldnn._nbytes(packed) < _HUGE // 2:
         return
+    with _lock:
+        _queue.append(weakref.ref(packed))
+        if _thread is None:
+            _thread = threading.Thread(target=_collapse_all, name="aserve-huge-pages", daemon=True)
+            _thread.start()
+
+
+def _collapse_all() -> None:
+    global _thread
+    while True:
+        with _lock:
+            if not _queue:
+                _thread = None
+                return
+            packed = _queue.popleft()()
+        if packed is not None:  # held until its memory was advised
+            _collapse(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+
+
+def _collapse(address: int, size: int) -> None:
+    libc = _libc()
+    assert libc is not None
     begin = address // _HUGE * _HUGE
     length = -(-(address + size) // _HUGE) * _HUGE - begin
     for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from aserve_kernels.huge_pages import use_huge_pages
 
 _PACK_ROWS = 64  # the batch size that oneDNN chooses the layout for; measured good from 1 to 512 rows
+_LEAST_ROWS = 4  # oneDNN takes longer for one to three bfloat16 rows than for four
 
 
 class PackedLinear:
@@ -40,50 +41,69 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype, accumulated in float32."""
         if self.packed is not None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            return out
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x), self.packed, self.bias, "none", [], "")
+            return out[: x.shape[0]]
         assert self.weight is not None
         return self._linear(x, self.weight, self.bias)
 
 
 class GatedLinear:
-    """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U] and bias [2F] = [g | u].
+    """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U], or G and U apart, and bias [2F] = [g | u].
 
-    On CPU oneDNN activates and multiplies while it stores its products; elsewhere `gated_mlp` (ops.Kernels') follows
-    one product.
+    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernel does for one token;
+    otherwise `gated_mlp` (ops.Kernels') follows one product.
     """
 
-    __slots__ = ("_activation", "_bias", "_fused", "_gate", "_gated_mlp", "_up")
+    __slots__ = ("_activation", "_bias", "_few", "_fused", "_gate", "_gated_mlp", "_up")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, activation: str, gated_mlp: Callable[[Tensor, str], Tensor]
+        self,
+        weight: Tensor | tuple[Tensor, Tensor],
+        bias: Tensor | None,
+        activation: str,
+        gated_mlp: Callable[[Tensor, str], Tensor],
     ) -> None:
         self._activation = activation
         self._gated_mlp = gated_mlp
         self._fused: PackedLinear | None = None
-        if _packs(weight) and activation in _ONEDNN_ACTIVATIONS:
-            self._gate, self._up = (_pack(half) for half in weight.chunk(2))
+        gate, up = weight.chunk(2) if isinstance(weight, Tensor) else weight
+        if _packs(gate) and activation in _ONEDNN_ACTIVATIONS:
+            self._gate, self._up = _pack(gate), _pack(up)
             self._bias = (None, None) if bias is None else bias.chunk(2)
         else:
-            self._fused = PackedLinear(weight, bias)
+            self._fused = PackedLinear(weight if isinstance(weight, Tensor) else torch.cat(weight), bias)
+        self._few: Callable[..., Tensor] | None = None
+        if gate.device.type == "cuda":
+            from aserve_kernels.triton.linear import gated_linear
+
+            self._few = gated_linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, F]."""
+        if self._few is not None and self._fused is not None:
+            return self._few(x, self._fused.weight, self._fused.bias, self._activation)
         if self._fused is not None:
             return self._gated_mlp(self._fused(x), self._activation)
         name, variant = _ONEDNN_ACTIVATIONS[self._activation]
-        linear = torch.ops.mkldnn._linear_pointwise
-        gate = linear(x, self._gate, self._bias[0], name, [], variant)
-        out: Tensor = linear.binary(x, gate, self._up, self._bias[1], "mul")
-        return out
+        linear, padded = torch.ops.mkldnn._linear_pointwise, _padded(x)
+        gate = linear(padded, self._gate, self._bias[0], name, [], variant)
+        out: Tensor = linear.binary(padded, gate, self._up, self._bias[1], "mul")
+        return out[: x.shape[0]]
 
 
 _ONEDNN_ACTIVATIONS = {"silu": ("swish", None), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 
+def _padded(x: Tensor) -> Tensor:
+    """x, with rows of zeros after it where that is quicker."""
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or not 0 < x.shape[0] < _LEAST_ROWS:
+        return x
+    return functional.pad(x, (0, 0, 0, _LEAST_ROWS - x.shape[0]))
+
+
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-    use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    use_huge_pages(packed)
     return packed
 
 

@@ -65,11 +65,12 @@ def rotary_kv_write_(
     num_rotated = num_heads + num_kv_heads
     x = heads[:, :num_rotated].float()
     if q_weight is not None and k_weight is not None:
-        weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
-        x = functional.rms_norm(x, (head_dim,), None, eps).mul_(weight)
+        x = functional.rms_norm(x, (head_dim,), None, eps)
+        x[:, :num_heads] *= q_weight
+        x[:, num_heads:] *= k_weight
     half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).split(1, dim=2)
-    pairs = x[..., : 2 * half].unflatten(-1, (2, half))
+    cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).chunk(2, dim=2)
+    pairs = x[..., : 2 * half].view(*x.shape[:-1], 2, half)
     turned = pairs * cos
     turned[:, :, :1].addcmul_(pairs[:, :, 1:], sin, value=-1)
     turned[:, :, 1:].addcmul_(pairs[:, :, :1], sin)

@@ -21,13 +21,18 @@ from aserve import AserveError, Engine, InvalidRequestError, NotFoundError, Requ
 from routes.admin import Admin
 from routes.chat import ChatCompletions
 from routes.completions import Completions
+from routes.dashboard import Dashboard
+from routes.docs_page import DocsPage
 from routes.endpoint import Options
 from routes.http import error_response
 from routes.middleware import ApiKeys, RequestLog
 from routes.models import Models
 from routes.openapi import OpenAPI
 from routes.records import Live
+from routes.response_store import ResponseStore
+from routes.responses import Responses, StoredResponses
 from routes.resume import Sessions, StreamEndpoint
+from routes.turn import TurnFormat
 
 
 def create_app(
@@ -38,6 +43,8 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
     ping_interval: float = 15.0,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
     resume_grace: float = 0.0,
     max_resume_grace: float = 60.0,
     journal_bytes: int = 1 << 20,
@@ -50,12 +57,14 @@ def create_app(
     `resume_grace` seconds, or for what the request asks for, up to `max_resume_grace`; its journal, and what waits for
     the client meanwhile, may take `journal_bytes` each. A client that leaves more than `max_unsent_bytes` unread is
     slow, and `slow_client` says what happens to its stream. A mounted app's lifespan is never run by its host,
-    which must start the engine itself.
+    which must start the engine itself. `tool_call_parser` (hermes, llama3_json, mistral) and `reasoning_parser`
+    (deepseek_r1, qwen3, think) say how the model writes its calls and thoughts. Raises ConfigError for another.
     """
     options = Options(
         served_model_names=tuple(served_model_names),
         max_body_bytes=max_body_bytes,
         ping_interval=ping_interval,
+        turn_format=TurnFormat(tool_call_parser, reasoning_parser),
         slow_client=slow_client,
         max_unsent_bytes=max_unsent_bytes,
     )
@@ -63,10 +72,17 @@ def create_app(
     sessions = Sessions(live, grace=resume_grace, max_grace=max_resume_grace, limit=journal_bytes)
     admin = Admin(engine, live, options)
     models = Models(engine, options)
+    dashboard = Dashboard(engine)
+    store = ResponseStore()
+    stored = StoredResponses(store)
     app = Starlette(
         routes=[
             Route("/v1/completions", Completions(engine, live, sessions, options), methods=["POST"]),
             Route("/v1/chat/completions", ChatCompletions(engine, live, sessions, options), methods=["POST"]),
+            Route("/v1/responses", Responses(engine, live, sessions, options, store=store), methods=["POST"]),
+            Route("/v1/responses/{id}", stored.retrieve),
+            Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.retrieve),
             Route("/v1/requests/{id}", admin.cancel, methods=["DELETE"]),
@@ -79,6 +95,9 @@ def create_app(
             Route("/load", admin.load),
             Route("/metrics", admin.metrics),
             Route("/openapi.json", OpenAPI().get),
+            Route("/docs", DocsPage().get),
+            Route("/dashboard", dashboard.page),
+            Route("/v1/stats/stream", dashboard.stream),
         ],
         middleware=_middleware(engine, api_keys, cors_origins),
         exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},

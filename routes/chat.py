@@ -1,11 +1,12 @@
 """POST /v1/chat/completions: a conversation in, the assistant's turn out.
 
 app.py mounts it; endpoint.py drives it. The engine's chat template makes the prompt; where there is none
-it refuses the request and says how to give one.
+it refuses the request and says how to give one. turn.py takes tool calls and reasoning out of the text.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from aserve import Completion, Delta, SamplingParams, Stream
@@ -14,6 +15,7 @@ from routes.endpoint import GenerationEndpoint, submit_all
 from routes.logprobs import chat_logprobs, prompt_logprobs
 from routes.records import Record
 from routes.schemas import ChatBody
+from routes.turn import ChatDelta, Turn
 
 __all__ = ["ChatCompletions"]
 
@@ -25,6 +27,8 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
 
     async def submit(self, body: ChatBody, params: SamplingParams, record: Record) -> list[Stream]:
         continued = body.continue_final_message is True
+        if body.tools and body.skip_special_tokens is None and self.options.turn_format.shows_special_tokens:
+            params = replace(params, skip_special_tokens=False)
         opening = not continued if body.add_generation_prompt is None else body.add_generation_prompt
         stream = self.engine.submit_chat(
             body.conversation(),
@@ -43,22 +47,32 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
         return ChatFrames(self, job, position)
 
     def answer(self, job: Job[ChatBody], completions: list[list[Completion]]) -> dict[str, Any]:
-        prefix = self.echoed(job)
-        choices = [
-            {
-                "index": done.index,
-                "message": {"role": "assistant", "content": prefix + done.text},
-                "logprobs": self.logprobs(job, done.logprobs),
-                "finish_reason": done.finish_reason,
-                "stop_reason": done.stop_reason,
-            }
-            for done in completions[0]
-        ]
+        choices = [self._choice(job, done) for done in completions[0]]
         answer = self.envelope(job, "chat.completion") | {"choices": choices, "usage": job.usage()}
         if job.body.prompt_logprobs is not None:
             found: Any = job.streams[0].prompt_logprobs
             answer["prompt_logprobs"] = prompt_logprobs(self.engine.tokenizer, found)
         return answer
+
+    def _choice(self, job: Job[ChatBody], done: Completion) -> dict[str, Any]:
+        turn = self.turn(job)
+        message: dict[str, Any] = {"role": "assistant", "content": done.text}
+        if turn is not None:
+            message = ChatDelta().add(turn.push(done.text, last=True)).message()
+        if prefix := self.echoed(job):
+            message["content"] = prefix + (message["content"] or "")
+        return {
+            "index": done.index,
+            "message": message,
+            "logprobs": self.logprobs(job, done.logprobs),
+            "finish_reason": finish_reason(done.finish_reason, turn),
+            "stop_reason": done.stop_reason,
+        }
+
+    def turn(self, job: Job[ChatBody]) -> Turn | None:
+        """The parsers of one choice, None where its text is its content."""
+        prompt = job.streams[0].prompt_token_ids
+        return self.options.turn_format.turn(job.body.tool_use(), prompt, self.engine.tokenizer)
 
     def envelope(self, job: Job[ChatBody], kind: str) -> dict[str, Any]:
         """The fields of a response, and of every chunk of a streamed one, that do not change."""
@@ -82,6 +96,11 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
         return chat_logprobs(self.engine.tokenizer, entries or (), num_top=job.params.logprobs)
 
 
+def finish_reason(reason: str | None, turn: Turn | None) -> str | None:
+    """OpenAI's: "tool_calls" where the turn ended with calls."""
+    return "tool_calls" if reason == "stop" and turn is not None and turn.called else reason
+
+
 class ChatFrames(ChunkFrames):
     """Chunks of object chat.completion.chunk; the first of each choice gives the role."""
 
@@ -91,16 +110,26 @@ class ChatFrames(ChunkFrames):
     def __init__(self, endpoint: ChatCompletions, job: Job[ChatBody], position: int) -> None:
         super().__init__(job, position, endpoint.envelope(job, "chat.completion.chunk"))
         self._endpoint = endpoint
+        turns = [endpoint.turn(job) for _ in range(job.params.n)]
+        self._turns = [turn for turn in turns if turn is not None]  # empty: text is content
+        self._plain = self._plain and not self._turns
 
     def opening(self) -> str:
         delta = {"role": "assistant", "content": self._endpoint.echoed(self.job)}
         choice = {"delta": delta, "logprobs": None, "finish_reason": None}
         return "".join(self.opening_event(choice, i) for i in range(self.job.params.n))
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: Delta) -> dict[str, Any] | None:
+        fields = {"content": delta.text} if delta.text else {}
+        turn = self._turns[delta.index] if self._turns else None
+        if turn is not None:
+            fields = ChatDelta().add(turn.push(delta.text, last=delta.finish_reason is not None)).fields()
+        logprobs = self._endpoint.logprobs(self.job, delta.logprobs) if delta.token_ids else None
+        if not fields and logprobs is None and delta.finish_reason is None:
+            return None
         return {
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._endpoint.logprobs(self.job, delta.logprobs) if delta.token_ids else None,
-            "finish_reason": delta.finish_reason,
+            "delta": fields,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(delta.finish_reason, turn),
             "stop_reason": delta.stop_reason,
         }

@@ -16,9 +16,10 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Generic, TypeVar
 
 from aserve import Delta, SamplingParams, Stream, Usage
+from routes.response_body import ResponseBody
 from routes.schemas import ChatBody, CompletionBody
 
-B = TypeVar("B", CompletionBody, ChatBody)
+B = TypeVar("B", CompletionBody, ChatBody, ResponseBody)
 
 
 @dataclass(slots=True)
@@ -38,10 +39,15 @@ class Job(Generic[B]):
     created: int  # seconds since the epoch
     streams: Sequence[Stream]
     offset: Offset = field(default_factory=Offset)
+    num_output_tokens: int | None = None  # of a response that is not streamed; more than its choices' under best_of
 
     def usage(self) -> dict[str, Any]:
         """The OpenAI usage object over all prompts, final once they have ended."""
-        return usage_object([stream.usage for stream in self.streams])
+        usage = usage_object([stream.usage for stream in self.streams])
+        if self.num_output_tokens is not None:
+            usage["completion_tokens"] = self.num_output_tokens
+            usage["total_tokens"] = usage["prompt_tokens"] + self.num_output_tokens
+        return usage
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
@@ -81,8 +87,8 @@ class ChunkFrames:
         """Events that go before the first delta."""
         return ""
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
-        """The choice object of a chunk, less its index."""
+    def choice(self, delta: Delta) -> dict[str, Any] | None:
+        """The choice object of a chunk, less its index; None where there is nothing to say yet."""
         raise NotImplementedError
 
     def render(self, delta: Delta) -> str:
@@ -95,7 +101,8 @@ class ChunkFrames:
                 return ""
             index = self._first_index + delta.index
             return f"{self._id}{self._offset.value}{self._head}{index}{self.before}{quote(delta.text)}{self._tail}"
-        return self.event(self.choice(delta), delta.index)
+        choice = self.choice(delta)
+        return "" if choice is None else self.event(choice, delta.index)
 
     def opening_event(self, choice: dict[str, Any], index: int) -> str:
         """An event before the first token."""
@@ -111,8 +118,10 @@ class ChunkFrames:
         usage = _dump(usage_object([Usage(prompt, self._num_tokens, cached)]))
         return f'{self._id}{self._offset.value}{self._data}{body}],"usage":{usage}}}\n\n'
 
-    def usage_event(self) -> str:
+    def closing(self) -> str:
         """The chunk before [DONE] for a client that asked for usage: no choices, the counts of the whole request."""
+        if not self.job.body.wants_usage:
+            return ""
         self._offset.value += 1
         return f'{self._id}{self._offset.value}{self._data}],"usage":{_dump(self.job.usage())}}}\n\n'
 

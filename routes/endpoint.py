@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic
 
 import anyio
@@ -17,12 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from aserve import Completion, Engine, NotFoundError, SamplingParams, SlowReader, Stream
-from routes.chunks import B, ChunkFrames, Job
+from routes import choices
+from routes.chunks import B, Job
 from routes.http import ClientGone, endpoint_errors, header, json_response, read_body, unless_gone, warning_headers
 from routes.records import Live, Record, abnormal
 from routes.resume import Sessions
 from routes.schemas import parse, unknown_fields
-from routes.sse import EventStream
+from routes.sse import EventStream, Renderer
+from routes.turn import TurnFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Options:
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
     stall_timeout: float = 60.0
+    turn_format: TurnFormat = field(default_factory=TurnFormat)
     slow_client: SlowReader = "coalesce"
     max_unsent_bytes: int = 1 << 20
 
@@ -71,7 +74,7 @@ class GenerationEndpoint(ABC, Generic[B]):
         """Hands the request to the engine. Raises AserveError where it is refused; then nothing stays open."""
 
     @abstractmethod
-    def frames(self, job: Job[B], position: int) -> ChunkFrames:
+    def frames(self, job: Job[B], position: int) -> Renderer:
         """The renderer of job.streams[position]."""
 
     @abstractmethod
@@ -93,7 +96,7 @@ class GenerationEndpoint(ABC, Generic[B]):
             model = self.options.check_model(self.engine, body.model)
             params = body.params(self.engine.default_sampling())
             headers = warning_headers(unknown_fields(raw, self.kind))
-            streams = await self.submit(body, params, record)
+            streams = await self.submit(body, choices.drawn(self.engine, body, params), record)
             job = Job(body, params, model, int(time.time()), streams)
             self.live.add(record, streams)
             if body.stream and grace:
@@ -107,19 +110,21 @@ class GenerationEndpoint(ABC, Generic[B]):
 
     def _stream(self, job: Job[B], record: Record, headers: dict[str, str]) -> EventStream:
         sources = [(stream, self.frames(job, i)) for i, stream in enumerate(job.streams)]
-        closing = sources[-1][1].usage_event if job.body.wants_usage else str
+        closing = sources[-1][1].closing
         return EventStream(sources, record, closing=closing, ping_interval=self.options.ping_interval, headers=headers)
 
     async def _collect(self, job: Job[B], record: Record, receive: Receive, headers: dict[str, str]) -> Response:
         """Awaits every choice, unless the client leaves."""
         try:
             with record.cancellable():
-                completions = await unless_gone(receive, _completions(job.streams))
+                drawing = choices.completions(self.engine, job.body, job.params, job.streams)
+                completions, num_tokens = await unless_gone(receive, drawing)
             if record.cancellation is not None:
                 raise record.cancellation
             for error in (abnormal(c.finish_reason) for group in completions for c in group):
                 if error is not None:
                     raise error
+            job = replace(job, num_output_tokens=num_tokens)
             return json_response(self.answer(job, completions), headers=headers)
         except ClientGone:
             record.outcome = "disconnected"
@@ -127,11 +132,6 @@ class GenerationEndpoint(ABC, Generic[B]):
         finally:
             with anyio.CancelScope(shield=True):
                 await close_all(job.streams)
-
-
-async def _completions(streams: Sequence[Stream]) -> list[list[Completion]]:
-    """All choices of all streams. They run at once in the engine whatever the order of reading."""
-    return [await stream.completions() for stream in streams]
 
 
 async def submit_all(submissions: Iterable[Awaitable[Stream]]) -> list[Stream]:

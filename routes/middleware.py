@@ -20,7 +20,7 @@ from routes.records import Record
 
 log = logging.getLogger("aserve.access")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # for probes, which carry no key
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/dashboard", "/docs"})  # probes, and pages without data
 _LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/load"})  # logged at debug
 

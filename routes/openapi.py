@@ -10,16 +10,24 @@ from starlette.responses import Response
 
 from aserve import __version__
 from routes.http import json_response
+from routes.response_body import ResponseBody
 from routes.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
-_BODIES: dict[str, type[msgspec.Struct]] = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
+_BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
+    "/v1/completions": (CompletionBody, "Continue text or token ids"),
+    "/v1/chat/completions": (ChatBody, "The assistant's next turn"),
+    "/v1/responses": (ResponseBody, "A response, kept for later turns"),
+    "/tokenize": (TokenizeBody, "Text or messages to token ids"),
+    "/detokenize": (DetokenizeBody, "Token ids to text"),
 }
-_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/streams/{id}"})
+_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/streams/{id}"})
+_OTHERS = {
+    ("/v1/requests/{id}", "delete"): "Cancel a request in flight",
+    ("/v1/responses/{id}", "delete"): "Forget a stored response",
+    ("/v1/responses/{id}/cancel", "post"): "Cancel a response that runs",
+}
 _READS = {
+    "/v1/responses/{id}": "A stored response",
     "/v1/models": "The served names",
     "/v1/models/{id}": "One served name",
     "/health": "Whether the engine can serve",
@@ -28,6 +36,15 @@ _READS = {
     "/version": "The server's version",
     "/load": "Requests in flight",
     "/metrics": "Prometheus text",
+    "/v1/stats/stream": "The engine's numbers, each second",
+    "/dashboard": "A page that draws them",
+    "/docs": "This document as a page",
+}
+_KINDS = {
+    "/metrics": "text/plain",
+    "/dashboard": "text/html",
+    "/docs": "text/html",
+    "/v1/stats/stream": "text/event-stream",
 }
 _ERROR = {
     "type": "object",
@@ -50,17 +67,16 @@ _ERROR = {
 def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     references, components = msgspec.json.schema_components(
-        _BODIES.values(), ref_template="#/components/schemas/{name}"
+        [kind for kind, _ in _BODIES.values()], ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
-    for (path, kind), schema in zip(_BODIES.items(), references, strict=True):
+    for (path, (_, summary)), schema in zip(_BODIES.items(), references, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        summary = (kind.__doc__ or "").partition(":")[0].rstrip(".")
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(path)}}
     for path, summary in _READS.items():
         paths[path] = {"get": {"summary": summary, "responses": _responses(path)}}
-    cancel = {"summary": "Cancel a request in flight", "responses": _responses("/v1/requests/{id}")}
-    paths["/v1/requests/{id}"] = {"delete": cancel}
+    for (path, method), summary in _OTHERS.items():
+        paths.setdefault(path, {})[method] = {"summary": summary, "responses": _responses(path)}
     for path, item in paths.items():
         if "{id}" in path:
             item["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
@@ -76,8 +92,7 @@ def document() -> dict[str, Any]:
 
 
 def _responses(path: str) -> dict[str, Any]:
-    kind = "text/plain" if path == "/metrics" else "application/json"
-    content: dict[str, Any] = {kind: {}}
+    content: dict[str, Any] = {_KINDS.get(path, "application/json"): {}}
     if path in _STREAMED:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

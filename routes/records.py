@@ -111,6 +111,10 @@ class Live:
         for stream in streams:
             self._records[stream.key] = record
 
+    def record(self, stream: Stream) -> Record:
+        """The request of a stream that is in flight."""
+        return self._records[stream.key]
+
     def remove(self, record: Record) -> None:
         """Forgets a request that has ended."""
         self.forget(record.streams)
@@ -121,8 +125,8 @@ class Live:
             self._records.pop(stream.key, None)
 
     def cancel(self, name: str) -> bool:
-        """Cancels by key, with or without the response's prefix (cmpl-, chatcmpl-). False where it is unknown."""
-        record = self._records.get(name.rpartition("-")[2])
+        """Cancels by key, with or without a response's prefix (cmpl-, chatcmpl-, resp_). False where it is unknown."""
+        record = self._records.get(name.replace("_", "-").rpartition("-")[2])
         if record is None:
             return False
         record.cancel("the request was cancelled by DELETE /v1/requests")

@@ -7,7 +7,9 @@ It must never accept a known field with a bad value, and never raise anything bu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -16,11 +18,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from aserve import InvalidRequestError, SamplingParams
+from routes import choices
+from routes.structured import structured_output
+from routes.turn import ToolUse
 
 Prompt = str | list[int]
 
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 256
+_TOOL_NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _BLAME_BYTES = 1 << 20  # larger broken bodies are not read a second time to find the field
 
 
@@ -62,16 +68,18 @@ class Body(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     ttft_timeout: float | None = None
     cache_salt: str | None = None
-    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
-    best_of: Any = None
-    use_beam_search: Any = None
-    bad_words: Any = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
+    bad_words: Any = None
 
     @property
     def wants_usage(self) -> bool:
@@ -88,15 +96,13 @@ class Body(msgspec.Struct, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequestError for a feature this server does not offer, or a deadline that is none."""
         harmless: dict[str, tuple[Any, ...]] = {
-            "best_of": (self.n or 1,),
-            "use_beam_search": (False,),
             "bad_words": ([],),
-            "response_format": ({"type": "text"},),
         }
         for name in _NOT_OFFERED:
             value = getattr(self, name)
             if value is not None and value not in harmless.get(name, ()):
                 raise InvalidRequestError(f"{name} is not supported by this server", param=name)
+        choices.check(self)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
         for name in ("timeout", "ttft_timeout"):
@@ -121,22 +127,13 @@ class Body(msgspec.Struct, kw_only=True):
         """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
+        given["structured"] = structured_output(self)
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         return SamplingParams(**{**defaults, **given})
 
 
-_NOT_OFFERED = (
-    "best_of",
-    "use_beam_search",
-    "bad_words",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+_NOT_OFFERED = ("bad_words",)
 _DIRECT = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
@@ -206,7 +203,8 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -216,7 +214,7 @@ class ChatBody(Body, kw_only=True):
 
     def check(self) -> None:
         Body.check(self)
-        if self.tool_choice not in (None, "none", "auto"):
+        if self.tool_use().choice in ("required", "named"):
             raise InvalidRequestError("tool_choice must be none or auto on this server", param="tool_choice")
         for name in ("functions", "function_call"):
             if getattr(self, name) is not None:
@@ -238,6 +236,10 @@ class ChatBody(Body, kw_only=True):
                     param="top_logprobs",
                 )
 
+    def tool_use(self) -> ToolUse:
+        """What the model may call. Raises InvalidRequestError for tools that are none, or a choice among others."""
+        return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as plain dicts, text parts joined by newlines. Raises InvalidRequestError."""
         return conversation(self.messages)
@@ -254,6 +256,40 @@ class ChatBody(Body, kw_only=True):
             raise
 
 
+def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, *, parallel: bool) -> ToolUse:
+    """What OpenAI's `tools` and `tool_choice` let the model call. Raises InvalidRequestError."""
+    names = tuple(_tool_name(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
+    if choice is None or choice == "none":
+        return ToolUse("auto" if choice is None and names else "none", names, parallel)
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        if name not in names:
+            raise InvalidRequestError(f"tool_choice names {name!r}, which is not in tools", param="tool_choice")
+        return ToolUse("named", (name,), parallel)
+    if choice not in ("auto", "required"):
+        raise InvalidRequestError(
+            f"tool_choice must be none, auto, required or a function of tools, got {choice!r}", param="tool_choice"
+        )
+    if choice == "required" and not names:
+        raise InvalidRequestError("tool_choice required needs tools", param="tool_choice")
+    return ToolUse(choice, names, parallel)
+
+
+def _tool_name(tool: dict[str, Any], where: str) -> str:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise InvalidRequestError('a tool must be {"type": "function", "function": {...}}', param=where)
+    name = function.get("name")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise InvalidRequestError(
+            "a function's name must be 1 to 128 letters, digits and . _ - :", param=f"{where}.function.name"
+        )
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise InvalidRequestError("parameters must be a JSON schema", param=f"{where}.function.parameters")
+    return name
+
+
 def conversation(messages: list[Message] | None) -> list[dict[str, Any]]:
     """The messages as a chat template takes them. Raises InvalidRequestError."""
     if not messages:
@@ -266,6 +302,8 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         raise InvalidRequestError("role must not be empty", param=f"{where}.role")
     plain: dict[str, Any] = msgspec.to_builtins(message)
     plain.setdefault("content", None)
+    if message.tool_calls:
+        plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     if isinstance(message.content, list):
         texts = []
         for i, part in enumerate(message.content):
@@ -278,6 +316,18 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     if plain["content"] is None and not message.tool_calls and message.role != "assistant":
         raise InvalidRequestError("content is required", param=f"{where}.content")
     return plain
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call as templates take it: its arguments are an object, which the wire writes as a string."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError("a tool call must have a function with a name", param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so, and shall see it so
+            arguments = json.loads(arguments or "{}")
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 class TokenizeBody(msgspec.Struct):
@@ -299,9 +349,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-}
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHERE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
@@ -309,7 +356,7 @@ _WHERE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 def parse(body: bytes, kind: type[T]) -> T:
     """Decodes and checks types. Raises InvalidRequestError, naming the field where one is to blame."""
     try:
-        return _DECODERS[kind].decode(body)  # type: ignore[no-any-return]
+        return _decoder(kind).decode(body)  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
         message = str(error)
         found = _WHERE.match(message)
@@ -321,6 +368,11 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise InvalidRequestError(reason or f"the body is not valid JSON: {error}", param=param) from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
+
+
+@functools.cache
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def _lower(message: str) -> str:

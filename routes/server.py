@@ -12,6 +12,7 @@ import importlib
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from routes.logs import LogFormat, logging_to_stderr
 log = logging.getLogger("aserve.server")
 
 _CLOSE_SECONDS = 5.0  # for the last error events to reach slow readers
+_SWITCH_INTERVAL = 1e-4  # seconds that the event loop may keep the interpreter from the model thread
 _UNSENT_BYTES = 64 << 10
 _DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
 
@@ -48,6 +50,8 @@ class ServerOptions:
     journal_bytes: int = 1 << 20
     slow_client: SlowReader = "coalesce"
     max_unsent_bytes: int = 1 << 20
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     drain_timeout: float = 30.0
     exit_on_death: bool = True
     log_level: str = "info"
@@ -63,6 +67,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
         return serve_engine(Engine(config), listener, options)
 
@@ -135,6 +140,8 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             journal_bytes=options.journal_bytes,
             slow_client=options.slow_client,
             max_unsent_bytes=options.max_unsent_bytes,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
         )
     module, _, name = options.app.partition(":")
     try:

@@ -4,8 +4,8 @@ endpoint.py gives it one renderer per engine stream, which turns a delta into an
 what goes around events: headers, comment pings on a wall clock, the client leaving, an error after the first byte
 (one unnamed event with an error object, then the end, no [DONE]), usage and [DONE].
 
-sse-starlette is not used. Its event costs three times a raw send (20 us against 7 of CPU), its response
-cannot write several events at once, and it watches for exit by polling and by patching uvicorn, where server.py
+sse-starlette serves the dashboard, not tokens. Its event costs three times a raw send (20 us against 7 of CPU), its
+response cannot write several events at once, and it learns of an exit by polling uvicorn's state, where server.py
 drains at the signal. What is left to take from it is the framing, which the templates here do once per stream.
 
 Every `send` is a number of whole events, so concurrent writers (several prompts, the ping) never cut one another.
@@ -46,6 +46,10 @@ class Renderer(Protocol):
 
     def render(self, delta: Delta) -> str: ...
 
+    def closing(self) -> str:
+        """Events that go after the last finish reason of all."""
+        ...
+
 
 def error_event(error: AserveError) -> str:
     """One unnamed event holding the error object."""
@@ -67,8 +71,8 @@ class _Source:
 class EventStream:
     """An ASGI response that streams engine streams, each through its renderer, and closes them whatever happens.
 
-    `closing` gives the events after the last finish reason (usage), before [DONE]. resume.py calls `deliver` in place
-    of the response, once per connection, and closes the streams itself.
+    `closing` gives the events after the last finish reason (usage), before `done`; `failing` the one in their place.
+    resume.py calls `deliver` in place of the response, once per connection, and closes the streams itself.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class EventStream:
         record: Record,
         *,
         closing: Callable[[], str] = str,
+        failing: Callable[[AserveError], str] = error_event,
+        done: str = DONE,
         ping_interval: float = 15.0,
         headers: dict[str, str] | None = None,
     ) -> None:
@@ -85,6 +91,8 @@ class EventStream:
         self._sources = [_Source(stream, frames) for stream, frames in sources]
         self._record = record
         self._closing = closing
+        self._failing = failing
+        self._done = done
         self._ping_interval = ping_interval
         self._comments = b""  # to send before the next ping is due
         self._commented = anyio.Event()
@@ -143,12 +151,12 @@ class EventStream:
     def _end(self) -> str:
         """Settles how the stream ends. Returns the events that go before that."""
         if self._error:
-            self._ending = error_event(self._error)
+            self._ending = self._failing(self._error)
             return ""
         closing = self._closing()
         if self._keep is not None:
             self._keep(closing)
-        self._ending = DONE
+        self._ending = self._done
         return closing
 
     async def _pump_all(self, send: Send) -> None:

@@ -11,9 +11,11 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
 
+from aserve.constraint import Constraint
 from aserve.executors import StepError
 from aserve.plan import BlockCopy, Chunk, SlotUpdate, StepPlan, StepResult, TokenLogprobs, WorkerInfo
 from aserve.request import Request, SamplingParams, Sequence
@@ -129,6 +131,7 @@ class FakeRunner:
         seed: int | None = None,
         choice: int = 0,
         max_tokens: int | None = None,
+        constraint: Constraint | None = None,
     ) -> list[int]:
         """The output of one choice of a request that runs alone. `max_tokens` and `seed` default to the params'."""
         tokens = list(prompt)
@@ -142,9 +145,11 @@ class FakeRunner:
         update = SlotUpdate(0, params, seed, choice, len(tokens), eos)
         output: list[int] = []
         while len(output) < limit:
-            output.append(self._draw(tokens, update))
+            output.append(
+                self._draw(tokens, update if constraint is None else _masked(update, constraint.mask().read()))
+            )
             tokens.append(output[-1])
-            if output[-1] in ends:
+            if output[-1] in ends or (constraint is not None and constraint.accept(output[-1])):
                 break
         return output
 
@@ -161,11 +166,13 @@ class FakeRunner:
             self._check_chunk(chunk)
             rows.append((self._forward(chunk.slot, chunk.start, chunk.tokens), chunk.draws))
         result = StepResult(plan.number, [])
+        masks = {slot: mask.read() for slot, mask in plan.masks}
         bad = []
         for context, draws in rows:
             for slot in draws:
                 state = self.slots[slot]
-                token = self._draw(context, state.update)
+                update = state.update if slot not in masks else _masked(state.update, masks[slot])
+                token = self._draw(context, update)
                 if slot in self.bad_slots:
                     bad.append(len(result.tokens))
                 if state.update.params.logprobs is not None:
@@ -238,7 +245,7 @@ class FakeRunner:
         ends = update.end_token_ids + params.stop_token_ids
         if len(context) - update.num_prompt_tokens < params.min_tokens:
             allowed = [token for token in allowed if token not in ends]
-        elif chance < self.eos_chance and not params.ignore_eos:
+        elif chance < self.eos_chance and not params.ignore_eos and self.eos_token_id in allowed:
             return self.eos_token_id
         token = allowed[pick % len(allowed)]
         if token == self.eos_token_id and len(allowed) > 1:  # ends come only by eos_chance
@@ -252,6 +259,12 @@ class FakeRunner:
             state = self.slots.setdefault(slot, SlotState(SlotUpdate(slot, SamplingParams(), 0, 0, 0)))
             state.lost = True
             state.last = 0
+
+
+def _masked(update: SlotUpdate, mask: bytes) -> SlotUpdate:
+    """The slot as if its request allowed only the mask's tokens."""
+    allowed = tuple(token for token in range(len(mask) * 8) if mask[token // 8] >> (token % 8) & 1)
+    return update._replace(params=replace(update.params, structured=None, allowed_token_ids=allowed))
 
 
 _ids = itertools.count(1)

@@ -2,12 +2,15 @@
 
 The JSON object has fields of ServerOptions and of EngineConfig, and `fault`: what goes wrong once a request's prompt
 begins with "!" (see FaultyRunner). A step takes `step` seconds (5 ms), so that signals arrive while streams are open.
+SIGUSR1 prints how many tasks the loop has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import signal
 import sys
 import time
 from typing import Any
@@ -22,14 +25,17 @@ from tests.serving import TOKENIZER, VOCAB_SIZE
 
 def main(port: int, given: dict[str, Any]) -> int:
     fault, step = given.pop("fault", None), given.pop("step", 0.005)
+    max_model_len = given.pop("max_model_len", 4096)
     names = {field.name for field in dataclasses.fields(ServerOptions)}
-    options = ServerOptions(**{name: value for name, value in given.items() if name in names})
+    options = ServerOptions(
+        tool_call_parser="hermes", **{name: value for name, value in given.items() if name in names}
+    )
     config = EngineConfig(model="fake", **{name: value for name, value in given.items() if name not in names})
     runner = FaultyRunner(
         fault=fault,
         num_gpu_blocks=4096,
         block_size=16,
-        max_model_len=4096,
+        max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         before_step=lambda plan: time.sleep(step),
     )
@@ -37,6 +43,7 @@ def main(port: int, given: dict[str, Any]) -> int:
         most = max(config.max_num_seqs, runner.info.max_num_batched_tokens)
         runner.info = dataclasses.replace(runner.info, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=most)
     engine = Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
+    signal.signal(signal.SIGUSR1, lambda *_: print(len(asyncio.all_tasks(engine._loop)), flush=True))
     with logging_to_stderr(options.log_level, options.log_format), bind("127.0.0.1", port) as listener:
         print(listener.getsockname()[1], flush=True)
         return serve_engine(engine, listener, options)

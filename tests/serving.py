@@ -60,14 +60,15 @@ def write_tokenizer(directory: Path, *, chat_template: str | None = None, add_bo
     (directory / "tokenizer_config.json").write_text(json.dumps(options))
 
 
-def _load(*, chat: bool) -> Tokenizer:
+def _load(template: str | None) -> Tokenizer:
     with TemporaryDirectory() as name:
-        write_tokenizer(Path(name), chat_template=TEMPLATE if chat else None)
+        write_tokenizer(Path(name), chat_template=template)
         return load(Path(name), generation_config={"eos_token_id": [EOS, END]})
 
 
-TOKENIZER = _load(chat=True)  # made at import: reading files inside a test would block its loop
-NO_TEMPLATE = _load(chat=False)
+TOKENIZER = _load(TEMPLATE)  # made at import: reading files inside a test would block its loop
+NO_TEMPLATE = _load(None)
+BARE = _load("{% for m in messages %}{{ m.content }}{% endfor %}")  # the echo of a conversation is its content
 VOCAB_SIZE = TOKENIZER.vocab_size
 
 
@@ -96,6 +97,7 @@ LETTERS = tuple(TOKENIZER.encode("abcdefghijklmnopqrstuvwxyz", False))
 async def serving(
     *,
     chat: bool = True,
+    tokenizer: Tokenizer | None = None,
     runner: FakeRunner | None = None,
     num_gpu_blocks: int = 4096,
     max_model_len: int = 2048,
@@ -106,17 +108,29 @@ async def serving(
         num_gpu_blocks=num_gpu_blocks, block_size=16, max_model_len=max_model_len, vocab_size=VOCAB_SIZE
     )
     config = EngineConfig(model="fake", **{"block_size": runner.info.block_size, **options})
-    async with Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER if chat else NO_TEMPLATE) as engine:
+    tokenizer = tokenizer or (TOKENIZER if chat else NO_TEMPLATE)
+    async with Engine(config, executor=ThreadExecutor(runner), tokenizer=tokenizer) as engine:
         yield engine
 
 
 @asynccontextmanager
 async def application(
-    *, api_keys: tuple[str, ...] = (), cors_origins: tuple[str, ...] = (), **options: Any
+    *,
+    api_keys: tuple[str, ...] = (),
+    cors_origins: tuple[str, ...] = (),
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    **options: Any,
 ) -> AsyncIterator[ASGIApp]:
     """The app over `serving`; at the end nothing may be left in the pool."""
     async with serving(**options) as engine:
-        yield create_app(engine, api_keys=api_keys, cors_origins=cors_origins)
+        yield create_app(
+            engine,
+            api_keys=api_keys,
+            cors_origins=cors_origins,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+        )
         await idle(engine)
 
 

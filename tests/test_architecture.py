@@ -48,7 +48,7 @@ def _layer(
 
 
 LAYERS = (
-    _layer("words", "config errors request plan", "", stdlib_only=True),
+    _layer("words", "config constraint errors request plan", "", stdlib_only=True),
     _layer(
         "pure",
         "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
@@ -64,7 +64,8 @@ LAYERS = (
     _layer("executors", "executors.thread", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "chat_template client engine llm loading output pipeline prompts stream tokenizer",
+        "beams chat_template client engine grammar json_schema llm loading output pipeline prompts stream structured "
+        "tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),

@@ -10,6 +10,8 @@ from tests.process import Process, server
 
 openai = pytest.importorskip("openai")
 CHAT = [{"role": "user", "content": "hi<eos>"}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +85,66 @@ def test_an_error_in_mid_stream_is_raised(client: openai.OpenAI) -> None:
         for _ in chunks:
             pass
     assert caught.value.code == "deadline_exceeded"
+
+
+def test_tool_calls(client: openai.OpenAI) -> None:
+    request = {
+        "model": "fake",
+        "messages": [{"role": "user", "content": f"{CALL}{CALL}<eos>"}],
+        "temperature": 0,
+        "tools": [{"type": "function", "function": FUNCTION}],
+    }
+    whole = client.chat.completions.create(**request).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content == "user:"
+    assert [call.function.name for call in whole.message.tool_calls] == ["weather"] * 2
+    with client.chat.completions.stream(**request) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0].message
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert [call.function.arguments for call in final.tool_calls] == ['{"city": "Paris"}'] * 2
+    history = [
+        *request["messages"],
+        whole.message,
+        *({"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in whole.message.tool_calls),
+    ]
+    again = client.chat.completions.create(**request | {"messages": history, "max_tokens": 1})
+    assert again.usage.prompt_tokens > 200
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    request = {"model": "fake", "input": f"{CALL}<eos>", "temperature": 0, "tools": [{"type": "function", **FUNCTION}]}
+    whole = client.responses.create(**request)
+    assert whole.output_text == "user:"
+    assert whole.status == "completed"
+    assert whole.output[1].name == "weather"
+    assert whole.usage.output_tokens > 70
+    assert client.responses.retrieve(whole.id) == whole
+    follow = client.responses.create(
+        model="fake",
+        previous_response_id=whole.id,
+        input=[{"type": "function_call_output", "call_id": whole.output[1].call_id, "output": "rain"}],
+        max_output_tokens=2,
+    )
+    assert follow.incomplete_details.reason == "max_output_tokens"
+    client.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(whole.id)
+
+
+def test_streamed_responses(client: openai.OpenAI) -> None:
+    with client.responses.stream(
+        model="fake", input=f"{CALL}<eos>", temperature=0, tools=[{"type": "function", "strict": False, **FUNCTION}]
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "user:"
+    assert final.output[1].arguments == '{"city": "Paris"}'
+
+
+def test_background_responses_are_cancelled(client: openai.OpenAI) -> None:
+    begun = client.responses.create(model="fake", input="abc", temperature=0, background=True)
+    assert begun.status == "in_progress"
+    assert client.responses.cancel(begun.id).status == "cancelled"

@@ -66,10 +66,15 @@ MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
         (b'"ttft_timeout":-1', "ttft_timeout"),
         (b'"priority":9999999999', "priority"),
         (b'"user":5', "user"),
-        (b'"response_format":{"type":"json_object"}', "response_format"),
-        (b'"guided_regex":"a+"', "guided_regex"),
-        (b'"use_beam_search":true', "use_beam_search"),
-        (b'"best_of":3', "best_of"),
+        (b'"response_format":{"type":"yaml"}', "response_format"),
+        (b'"response_format":{"type":"json_schema","json_schema":{}}', "response_format"),
+        (b'"structured_outputs":{"json":{},"regex":"a"}', "structured_outputs"),
+        (b'"guided_choice":[]', "guided_choice"),
+        (b'"guided_regex":"a+","guided_json":{}', "guided_regex"),
+        (b'"guided_regex":"a+","min_tokens":1', "min_tokens"),
+        (b'"guided_regex":1', "guided_regex"),
+        (b'"use_beam_search":"yes"', "use_beam_search"),
+        (b'"best_of":0', "best_of"),
         (b'"user":"\\ud800"', "user"),
     ],
 )
@@ -163,13 +168,13 @@ def test_messages_that_are_none_are_refused(messages: bytes) -> None:
 def test_text_parts_are_joined_and_null_content_beside_tool_calls_is_kept() -> None:
     body = parse(
         b'{"messages":[{"role":"user","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]},'
-        b'{"role":"assistant","content":null,"tool_calls":[{"id":"1"}]},'
+        b'{"role":"assistant","content":null,"tool_calls":[{"id":"1","function":{"name":"f","arguments":"{}"}}]},'
         b'{"role":"tool","tool_call_id":"1","content":"2"}]}',
         ChatBody,
     )
     assert body.conversation() == [
         {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]},
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
 

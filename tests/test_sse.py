@@ -41,7 +41,7 @@ def response(*sources: Source, body: CompletionBody | None = None, ping: float =
     body = body or CompletionBody(prompt="x")
     job = Job(body, SamplingParams(n=sources[0].stream.n), "m", 0, [source.stream for source in sources])
     frames = [Frames(job, i, ENVELOPE) for i in range(len(sources))]
-    closing = frames[-1].usage_event if body.wants_usage else str
+    closing = frames[-1].closing
     pairs = list(zip(job.streams, frames, strict=True))
     return EventStream(pairs, Record("label"), closing=closing, ping_interval=ping)
 

@@ -1,7 +1,7 @@
 """`aserve bench latency | throughput | serve`: parsers, and what the three report. Standard library at import.
 
-offline.py measures an engine in this process, client.py a server over HTTP, both on workload.py's requests. cli.py lists
-`add` among its subcommands.
+offline.py measures an engine in this process, client.py a server over HTTP, both on workload.py's requests. cli.py
+lists `add` among its subcommands.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from aserve.bench import percentiles, workload
@@ -169,8 +169,7 @@ class _Reader(asyncio.Protocol):
         self._status = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
+        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         if not self._status:

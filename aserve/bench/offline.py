@@ -1,7 +1,7 @@
 """Latency and throughput of an Engine in this process: what a library user gets, with no HTTP in between.
 
-Called by `aserve bench`. Outputs have fixed lengths (end tokens are ignored), and prefix caching is off unless asked for, so
-that every iteration does the same work.
+Called by `aserve bench`. Outputs have fixed lengths (end tokens are ignored), and prefix caching is off unless asked
+for, so that every iteration does the same work.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aserve.bench import percentiles, workload
 from aserve.config import EngineConfig
@@ -23,9 +23,10 @@ from aserve.request import SamplingParams
 if TYPE_CHECKING:
     from aserve import Engine
 
+T = TypeVar("T")
 Batch = list[tuple[list[int], SamplingParams]]
 Requests = Callable[["Engine"], Batch]
-_SWITCH_INTERVAL = 0.0005  # seconds a thread may hold the interpreter, as `aserve serve` sets it
+_SWITCH_INTERVAL = 1e-4  # seconds a thread may hold the interpreter, as `aserve serve` sets it
 
 
 def latency(config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _measure(
         sys.setswitchinterval(before)
 
 
-def _run(work: Any) -> Any:
+def _run(work: Coroutine[Any, Any, T]) -> T:
     try:
         import uvloop
     except ImportError:
@@ -161,9 +162,13 @@ async def profiled(directory: Path, engine: Engine, batch: Batch) -> None:
     """One more round under torch's profiler: a trace for chrome://tracing, and the device's busiest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    directory.mkdir(parents=True, exist_ok=True)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         await run_batch(engine, batch)
+    await asyncio.to_thread(_write_trace, trace, directory)
+
+
+def _write_trace(trace: Any, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(directory / "trace.json"))
     table = trace.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90)
     (directory / "kernels.txt").write_text(table)

@@ -54,11 +54,14 @@ def load_model(
         weights = CheckpointWeights(files.weights, device=device, dtype=dtype)
     model: Model
     name = architecture(files.config)
-    if name in FAMILIES:
-        model = Decoder(FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
-    else:
-        model = GPT(GPT_FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
-    weights.finish()
+    try:
+        if name in FAMILIES:
+            model = Decoder(FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
+        else:
+            model = GPT(GPT_FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
+        weights.finish()
+    finally:
+        weights.close()
     return model
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve.models.families import DecoderConfig, ExpertsConfig
-from aserve.models.mlp import GatedMLP
+from aserve.models.mlp import GatedMLP, gate_up_weight
 from aserve.models.weights import Weights
 from aserve_kernels import Kernels
 from aserve_kernels.linear import GatedLinear, PackedLinear
@@ -53,7 +53,10 @@ class MoE:
             self._packed = [
                 (
                     GatedLinear(
-                        weights.matrix(pair, [size, size], hidden_size), None, config.activation, kernels.gated_mlp
+                        gate_up_weight(weights, pair, [size, size], hidden_size),
+                        None,
+                        config.activation,
+                        kernels.gated_mlp,
                     ),
                     PackedLinear(weights.matrix([down], [hidden_size], size)),
                 )

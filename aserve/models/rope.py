@@ -14,13 +14,20 @@ from torch import Tensor
 
 from aserve.models.families import RopeConfig
 
+_ROWS = 4096  # of the table at a time: a long context's is as large as a weight
+
 
 def cos_sin_table(rope: RopeConfig, num_positions: int, device: torch.device) -> Tensor:
     """float32 [num_positions, rope.dim]: cosines of the dim / 2 angles, then their sines."""
     inverse, factor = frequencies(rope, num_positions)
-    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-    angles = positions.unsqueeze(1) * inverse.to(device)
-    return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=1)
+    half, inverse = len(inverse), inverse.to(device)
+    table = torch.empty(num_positions, 2 * half, dtype=torch.float32, device=device)
+    for start in range(0, num_positions, _ROWS):
+        part = table[start : start + _ROWS]
+        positions = torch.arange(start, start + len(part), dtype=torch.float32, device=device)
+        angles = positions.unsqueeze(1) * inverse
+        part[:, :half], part[:, half:] = angles.cos() * factor, angles.sin() * factor
+    return table
 
 
 def frequencies(rope: RopeConfig, num_positions: int) -> tuple[Tensor, float]:

@@ -1,8 +1,9 @@
 """Where a model's tensors come from: safetensors files, or random numbers.
 
 The decoders ask for each fused weight by the names and rows of its parts, and get it in the model's dtype on its
-device. Checkpoint files are mapped and each part is copied straight to its place, so that no weight is in memory
-twice. Raises ConfigError, naming the tensor, where a checkpoint and its config.json disagree.
+device. Each part goes from the file straight to its place; on the host a weight of one part is a view of the file,
+which packing reads, so that no weight is in memory twice. Raises ConfigError, naming the tensor, where a checkpoint
+and its config.json disagree.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.models.checkpoint import Checkpoint, DeviceCopier, dtype_of
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -25,7 +26,8 @@ _DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.b
 
 
 class Weights(Protocol):
-    """Tensors by name, in the model's dtype on its device unless said otherwise."""
+    """Tensors by name, in the model's dtype on its device unless said otherwise. None is written to: it may be a view
+    of the file. On CUDA they are whole after `finish`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -56,6 +58,10 @@ class Weights(Protocol):
         """Called when the model is built. Raises ConfigError if the checkpoint holds what no one asked for."""
         ...
 
+    def close(self) -> None:
+        """Ends threads and open files, whether or not the model came to be."""
+        ...
+
 
 class CheckpointWeights:
     """Tensors of safetensors files."""
@@ -63,16 +69,15 @@ class CheckpointWeights:
     def __init__(self, paths: Sequence[Path], *, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
-        self._paths: dict[str, Path] = {}  # tensor name -> the file it is in
-        for path in paths:
-            try:
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    self._paths |= dict.fromkeys(file.keys(), path)
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
-        self._unused = set(self._paths)
+        self._checkpoint = Checkpoint(paths)
+        self._copier = DeviceCopier(device) if device.type == "cuda" else None
+        self._unused = set(self._checkpoint.tensors)
 
     def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int, arrange: Arrange | None = None) -> Tensor:
+        if len(names) == 1 and self.device.type == "cpu":
+            view = self._view(names[0], (rows[0], columns), arrange)
+            if view.dtype == self.dtype:
+                return view
         return self._stacked(names, [(count, columns) for count in rows], arrange)
 
     def vector(self, names: Sequence[str], sizes: Sequence[int], arrange: Arrange | None = None) -> Tensor:
@@ -82,8 +87,9 @@ class CheckpointWeights:
         return self._view(name, (size,)).to(self.device, torch.float32) + offset
 
     def embedding(self, name: str, rows: int, columns: int) -> Tensor:
-        view = self._view(name, (rows, columns))
-        return view if self.device.type == "cpu" else view.to(self.device, self.dtype)
+        if self.device.type == "cpu":
+            return self._view(name, (rows, columns))
+        return self.matrix([name], [rows], columns)
 
     def tied_head(self, name: str, embedding: Tensor, head: str) -> Tensor:
         self._unused.discard(head)
@@ -92,6 +98,8 @@ class CheckpointWeights:
         return self.matrix([name], [embedding.shape[0]], embedding.shape[1])  # to be packed: let the file's pages go
 
     def finish(self) -> None:
+        if self._copier is not None:
+            self._copier.flush()
         left = sorted(name for name in self._unused if not name.endswith(_DERIVED))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -99,36 +107,52 @@ class CheckpointWeights:
                 f"the checkpoint holds {left[0]}{more}, which its config.json has no place for", param="model"
             )
 
+    def close(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
+
     def _stacked(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], arrange: Arrange | None) -> Tensor:
         total = sum(shape[0] for shape in shapes)
         out = torch.empty((total, *shapes[0][1:]), dtype=self.dtype, device=self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            out[start : start + shape[0]].copy_(self._view(name, shape, arrange))
+            part = out[start : start + shape[0]]
+            if self._copier is not None and arrange is None:
+                stored = self._checkpoint.tensors[self._found(name, shape)]
+                self._copier.copy(stored, dtype_of(name, stored), part)
+            else:
+                part.copy_(self._view(name, shape, arrange))
             start += shape[0]
         return out
 
     def _view(self, name: str, shape: tuple[int, ...], arrange: Arrange | None = None) -> Tensor:
-        """A tensor as a mapping of its file that ends with it: pages are read when it is, and let go after."""
-        found = name if name in self._paths else name.partition(".")[2]  # the bare model has no "model." in front
-        if found not in self._paths:
+        """A tensor on the host as checkpoint.py maps it, arranged."""
+        if arrange is None:
+            return self._checkpoint.view(self._found(name, shape))
+        found = self._found(name)
+        stored = self._checkpoint.view(found)
+        try:
+            view = arrange(stored)
+        except RuntimeError:  # a shape that cannot be arranged so is no shape we asked for
+            view = stored.new_empty(0)
+        if tuple(view.shape) != shape:
+            raise _wrong_shape(name, tuple(stored.shape), shape)
+        return view
+
+    def _found(self, name: str, shape: tuple[int, ...] | None = None) -> str:
+        """The checkpoint's name of a tensor. Raises ConfigError if it has none, or another shape."""
+        tensors = self._checkpoint.tensors
+        found = name if name in tensors else name.partition(".")[2]  # the bare model has no "model." in front
+        if found not in tensors:
             raise ConfigError(f"the checkpoint lacks {name}, which its config.json asks for", param="model")
         self._unused.discard(found)
-        with safe_open(self._paths[found], framework="pt", device="cpu") as file:
-            view: Tensor = file.get_tensor(found)
-        stored = tuple(view.shape)
-        if arrange is not None:
-            try:
-                view = arrange(view)
-            except RuntimeError:  # a shape that cannot be arranged so is no shape we asked for
-                view = view.new_empty(0)
-        if tuple(view.shape) != shape:
-            raise ConfigError(
-                f"{name} has shape {stored} in the checkpoint and {shape} by its config.json", param="model"
-            )
-        if view.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise ConfigError(f"{name} is {view.dtype}: quantized checkpoints are not read", param="model")
-        return view
+        if shape is not None and tensors[found].shape != shape:
+            raise _wrong_shape(name, tensors[found].shape, shape)
+        return found
+
+
+def _wrong_shape(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ConfigError:
+    return ConfigError(f"{name} has shape {stored} in the checkpoint and {shape} by its config.json", param="model")
 
 
 class DummyWeights:
@@ -156,6 +180,9 @@ class DummyWeights:
 
     def finish(self) -> None:
         """Random weights have no leftovers."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def _normal(self, *shape: int) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -64,7 +64,7 @@ def resolve_threads(config: EngineConfig) -> int:
 def resolve_limits(config: EngineConfig, device: torch.device) -> Limits:
     """How many sequences and tokens one step may hold."""
     # On CPU a prompt's tokens cost the same in small steps, and the first of several prompts answer sooner.
-    seqs, tokens = (256, 8192) if device.type == "cuda" else (64, 256)
+    seqs, tokens = (1024, 8192) if device.type == "cuda" else (64, 256)
     max_num_seqs = config.max_num_seqs or seqs
     return Limits(max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs))
 

@@ -6,6 +6,7 @@ step's draws reach the host in one copy that `wait` waits for, so that the next 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -104,6 +105,8 @@ class ModelRunner:
         self.prompt_logprobs = PromptLogprobs(self.model, self.sampler)
         self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
         logger.info("# GPU blocks: %d, # CPU blocks: %d", sizes.num_gpu_blocks, sizes.num_cpu_blocks)
+        gc.collect()
+        gc.freeze()  # a full collection that walks torch's and the model's objects would stop every thread for 0.2 s
         return WorkerInfo(
             num_gpu_blocks=sizes.num_gpu_blocks,
             num_cpu_blocks=sizes.num_cpu_blocks,
@@ -232,17 +235,17 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         rows = self.state.sampling_rows(draws, batch, meta)
         logprobs = None
-        if self.sampler.plain(draws):
+        if self.sampler.plain(draws) and not plan.masks:
             tokens = self.kernels.sample(logits, rows)
         else:
-            tokens, logprobs = self.sampler.draw(logits, rows, draws, self._output_index(plan))
+            tokens, logprobs = self.sampler.draw(logits, rows, draws, self._output_index(plan), plan.masks)
         drawn = torch.stack((tokens, _finite(hidden, logits, tokens)))
         self.state.advance(batch, meta, tokens)
         pending.drawn, pending.logprobs = _to_host(drawn), logprobs and logprobs.to_host()
 
     def _graphs_for(self, plan: StepPlan) -> StepGraphs | None:
         """The graphs, where the whole step is one of theirs."""
-        if self.graphs is None or not self.graphs.takes(plan):
+        if self.graphs is None or plan.masks or not self.graphs.takes(plan):
             return None
         slots = (*plan.decodes, *(chunk.slot for chunk in plan.chunks), *plan.draws)
         return self.graphs if self.sampler.plain(slots) else None

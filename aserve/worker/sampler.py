@@ -1,4 +1,4 @@
-"""From logits to tokens: bias, masks, penalties and logprobs around the kernels' draw, for the slots that ask.
+"""From logits to tokens: grammar masks, bias, penalties and logprobs around the kernels' draw, for the slots that ask.
 
 Owned by runner.py. What a step's draws do not use costs nothing: a plain step goes straight to `kernels.sample`. Token
 counts live on the device, one row for each slot with penalties, and follow the draws without a read back.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aserve.executors import StepError
-from aserve.plan import SlotUpdate, TokenLogprobs
+from aserve.plan import SlotMask, SlotUpdate, TokenLogprobs
 from aserve_kernels import Kernels, SamplingRows
 
 NEG_INF = float("-inf")
@@ -132,17 +133,25 @@ class Sampler:
         return not self.extras or self.extras.keys().isdisjoint(draws)
 
     def draw(
-        self, logits: Tensor, rows: SamplingRows, draws: Sequence[int], output_index: Sequence[int]
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        draws: Sequence[int],
+        output_index: Sequence[int],
+        masks: Sequence[SlotMask] = (),
     ) -> tuple[Tensor, DrawnLogprobs | None]:
         """Tokens int64 [S] of logits [S, V], whose contents may be overwritten, and logprobs where asked.
 
-        `output_index` is the host's copy of rows.output_index, for min_tokens.
+        `output_index` is the host's copy of rows.output_index, for min_tokens. The `masks` are waited for here, with
+        the forward pass already under way on a GPU.
         """
         found = [(i, self.extras[slot]) for i, slot in enumerate(draws) if slot in self.extras]
         asked = [(i, extras.logprobs) for i, extras in found if extras.logprobs is not None]
         raw = None
         if asked:
             raw = logits[torch.tensor([i for i, _ in asked], device=self._device)].float().log_softmax(dim=-1)
+        if masks:
+            logits = self._mask(logits.float(), draws, masks)
         logits = self._adjust(logits, draws, found, output_index)
         tokens = self._kernels.sample(logits, rows)
         self._count(draws, tokens, found)
@@ -209,6 +218,21 @@ class Sampler:
             index = self._ids(penalized)
             values = torch.tensor([e.penalties for _, e in found if e.penalties is not None], device=self._device)
             logits[index] = self._penalize(logits[index], [draws[i] for i in penalized], values)
+        return logits
+
+    def _mask(self, logits: Tensor, draws: Sequence[int], masks: Sequence[SlotMask]) -> Tensor:
+        """Leaves the tokens that each constrained draw may give."""
+        bits = np.zeros((len(masks), -(-self._vocab_size // 8)), dtype=np.uint8)
+        for row, (_, mask) in enumerate(masks):
+            given = np.frombuffer(mask.read(), dtype=np.uint8)[: bits.shape[1]]
+            bits[row, : len(given)] = given
+        packed = torch.from_numpy(bits)
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
+        allowed = (packed.unsqueeze(2) >> shifts).bitwise_and_(1).view(len(masks), -1)[:, : self._vocab_size]
+        index = self._ids([draws.index(slot) for slot, _ in masks])
+        logits[index] = logits[index].masked_fill_(allowed == 0, NEG_INF)
         return logits
 
     def _penalize(self, logits: Tensor, slots: list[int], values: Tensor) -> Tensor:

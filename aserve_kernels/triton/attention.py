@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from aserve_kernels.ops import AttentionMeta
-from aserve_kernels.triton.launch import begin, overlapped
+from aserve_kernels.triton.launch import begin, overlapped, prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _arrivals = WeakTensorKeyDictionary()  # key cache -> int32 counters of finished splits; zero between launches
@@ -145,7 +145,7 @@ def _decode_kernel(
     MIN_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    # lengths, page tables and all but the newest token's keys and values are older than the kernel before this one
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -156,15 +156,25 @@ def _decode_kernel(
     size = tl.maximum(tl.cdiv(tl.cdiv(seq_len - low, SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT)
     active = tl.cdiv(seq_len - low, size)
     if split >= tl.maximum(active, 1):
+        begin(PDL)  # a program that ends without waiting would let the next kernel overtake the one before
         return
 
+    table_ptr += row.to(tl.int64) * table_stride
+    start = low + split * size
+    if PDL:
+        n = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table_ptr + n // PAGE, mask=n < seq_len, other=0).to(tl.int64)
+        at = ((page * PAGE + n % PAGE) * NUM_KV_HEADS + kv_head) * D
+        line = tl.minimum(tl.arange(0, BLOCK_D // 64 if BLOCK_D > 64 else 1) * 64, D - 1)  # 128 bytes of half types
+        prefetch(key_ptr + at[:, None] + line[None, :])
+        prefetch(value_ptr + at[:, None] + line[None, :])
+    begin(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     mask = (m < GROUP)[:, None] & (d < D)[None, :]
     head = row.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_head * GROUP + m
     offset = head[:, None] * D + d[None, :]
     q = tl.load(query_ptr + offset, mask=mask, other=0.0)
-    start = low + split * size
     acc, total, maximum = _attend(
         q,
         tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1),
@@ -173,7 +183,7 @@ def _decode_kernel(
         kv_head,
         key_ptr,
         value_ptr,
-        table_ptr + row.to(tl.int64) * table_stride,
+        table_ptr,
         scale,
         window,
         softcap,
@@ -188,7 +198,7 @@ def _decode_kernel(
         PRECISION,
     )
     normal = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if SPLITS == 1:
+    if SPLITS == 1:  # noqa: SIM114  (decided while compiling)
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
     elif active <= 1:
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
@@ -305,7 +315,7 @@ def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, min_split: in
 def _arrival_counters(key_cache: Tensor, count: int) -> Tensor:
     """Zeroed counters that outlive the launch (the kernel resets them). Made before a capture where possible: the
     runner warms every bucket up, largest first."""
-    counters = _arrivals.get(key_cache)
+    counters: Tensor | None = _arrivals.get(key_cache)
     if counters is None or counters.numel() < count:
         counters = torch.zeros(max(count, 4096), dtype=torch.int32, device=key_cache.device)
         if not (key_cache.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -450,7 +460,5 @@ def paged_attention(
     if meta.num_decodes:
         decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
     if meta.seq_lens.shape[0] > meta.num_decodes:
-        chunk_attention(
-            out, query, key_cache, value_cache, meta, scale, window, softcap, first_row=meta.num_decodes
-        )
+        chunk_attention(out, query, key_cache, value_cache, meta, scale, window, softcap, first_row=meta.num_decodes)
     return out.view(query.shape[0], -1)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _move_blocks_kernel(
-    sources_ptr, targets_ptr, source_blocks_ptr, target_blocks_ptr, num_words, BLOCK: tl.constexpr
-):
+def _move_blocks_kernel(sources_ptr, targets_ptr, source_blocks_ptr, target_blocks_ptr, num_words, BLOCK: tl.constexpr):
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pool = tl.program_id(1)
     index = tl.program_id(2)

@@ -1,7 +1,8 @@
 """Programmatic dependent launch (CUDA 12, Hopper): a kernel starts while its predecessor drains.
 
-Every kernel here calls `begin` before it touches a tensor that another kernel writes or reads; weights may be fetched
-before it. A chain of such kernels stays ordered: each ends only after it has waited for the one before.
+Every kernel here calls `begin` before it touches what its predecessor writes or reads. What kernels before that one
+wrote is complete already, since a kernel lets its successor start only once its own wait is over: weights, lengths and
+page tables may be fetched early.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Lets the next kernel start its prologue, then waits until every earlier one is done and visible."""
+    """Waits until the kernel before is done and its writes are visible, then lets the next one start its prologue."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Starts moving the lines at `pointers` into the L2 cache. CUDA only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @cache

@@ -12,17 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from aserve_kernels.triton.launch import begin, overlapped
+from aserve_kernels.triton.launch import begin, overlapped, prefetch
+from aserve_kernels.triton.norm import activate, gated_mlp
 
-MAX_TOKENS = 8  # the library's GEMM is as quick from here on
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Starts moving the lines at `pointers` into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+MAX_TOKENS = 64  # the library's GEMM is as quick from here on
 
 
 @triton.jit
@@ -38,28 +31,46 @@ def _vector_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies and adds in float32, no matrix units: fastest where arithmetic hides behind the weight's bytes."""
+    """Multiplies and adds in float32, no matrix units: fastest where arithmetic hides behind the weight's bytes.
+
+    With an ACTIVATION the weight is [gate | up], and its two halves' results are combined before they are stored.
+    """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, BLOCK_T)
     rows = weight_ptr + n[:, None] * K + k[None, :]
+    up_rows = rows + num_outputs.to(tl.int64) * K
     tokens = x_ptr + t[:, None] * K + k[None, :]
     exists = (n < num_outputs)[:, None]
     present = (t < num_tokens)[:, None]
     w = tl.load(rows, mask=exists & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if ACTIVATION is not None:
+        up_w = tl.load(up_rows, mask=exists & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
     begin(PDL)
     x = tl.load(tokens, mask=present & (k < K)[None, :], other=0.0).to(tl.float32)
     acc = w.to(tl.float32)[None, :, :] * x[:, None, :]
+    if ACTIVATION is not None:
+        up_acc = up_w.to(tl.float32)[None, :, :] * x[:, None, :]
     for start in tl.range(BLOCK_K, K, BLOCK_K):
         inside = (start + k < K)[None, :]
         w = tl.load(rows + start, mask=exists & inside, other=0.0, eviction_policy="evict_first")
+        if ACTIVATION is not None:
+            up_w = tl.load(up_rows + start, mask=exists & inside, other=0.0, eviction_policy="evict_first")
         x = tl.load(tokens + start, mask=present & inside, other=0.0).to(tl.float32)
         acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
+        if ACTIVATION is not None:
+            up_acc += up_w.to(tl.float32)[None, :, :] * x[:, None, :]
     out = tl.sum(acc, axis=2)
     if BIAS:
         out += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        up = tl.sum(up_acc, axis=2)
+        if BIAS:
+            up += tl.load(bias_ptr + num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
+        out = activate(out, ACTIVATION) * up
     mask = present & (n < num_outputs)[None, :]
     tl.store(out_ptr + t[:, None] * num_outputs + n[None, :], out, mask=mask)
 
@@ -77,19 +88,25 @@ def _matrix_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """On the matrix units: the weight tile is the left operand, the tokens are its few columns."""
+    """The same on the matrix units: the weight tile is the left operand, the tokens are its few columns."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
     rows = weight_ptr + n[:, None] * K
+    up_rows = rows + num_outputs.to(tl.int64) * K
     exists = (n < num_outputs)[:, None]
     if PDL:
-        line = tl.arange(0, BLOCK_K * 2 // 64) * 64  # the first two tiles, a pointer for each 128 bytes
-        _prefetch(weight_ptr + tl.minimum(n, num_outputs - 1)[:, None] * K + tl.minimum(line, K - 1)[None, :])
+        line = tl.minimum(tl.arange(0, BLOCK_K * 2 // 64) * 64, K - 1)  # two tiles, a pointer for each 128 bytes
+        last = (num_outputs - 1).to(tl.int64)
+        prefetch(weight_ptr + tl.minimum(n, last)[:, None] * K + line[None, :])
+        if ACTIVATION is not None:
+            prefetch(weight_ptr + (tl.minimum(n, last) + num_outputs)[:, None] * K + line[None, :])
     begin(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         inside = start + k < K
         w = tl.load(rows + (start + k)[None, :], mask=exists & inside[None, :], other=0.0)
@@ -99,8 +116,15 @@ def _matrix_kernel(
             other=0.0,
         )
         acc = tl.dot(w, x, acc)
+        if ACTIVATION is not None:
+            up_w = tl.load(up_rows + (start + k)[None, :], mask=exists & inside[None, :], other=0.0)
+            up_acc = tl.dot(up_w, x, up_acc)
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION is not None:
+        if BIAS:
+            up_acc += tl.load(bias_ptr + num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
+        acc = activate(acc, ACTIVATION) * up_acc
     tl.store(
         out_ptr + t[None, :] * num_outputs + n[:, None],
         acc.to(out_ptr.dtype.element_ty),
@@ -108,10 +132,15 @@ def _matrix_kernel(
     )
 
 
-def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool | int, **tile: int) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, for T <= MAX_TOKENS, by either kernel with the given tile."""
+def small_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, *, vector: bool | int, **tile: int
+) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, for T <= MAX_TOKENS, by either kernel with the given tile.
+
+    With an activation, act(x G^T + g) * (x U^T + u) for weight [N, K] = [G | U].
+    """
     num_tokens, size = x.shape
-    num_outputs = weight.shape[0]
+    num_outputs = weight.shape[0] // (1 if activation is None else 2)
     out = x.new_empty(num_tokens, num_outputs)
     tile["BLOCK_K"] = min(triton.next_power_of_2(size), tile["BLOCK_K"])
     (_vector_kernel if vector else _matrix_kernel)[(triton.cdiv(num_outputs, tile["BLOCK_N"]),)](
@@ -122,8 +151,9 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool
         num_tokens,
         num_outputs,
         K=size,
-        BLOCK_T=triton.next_power_of_2(num_tokens) if vector else MAX_TOKENS,
+        BLOCK_T=triton.next_power_of_2(num_tokens) if vector else max(8, triton.next_power_of_2(num_tokens)),
         BIAS=bias is not None,
+        ACTIVATION=activation,
         **tile,
         **overlapped(x.device),
     )
@@ -132,9 +162,23 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, vector: bool
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] -> [..., N]: our kernels for up to MAX_TOKENS tokens, the library's GEMM otherwise."""
-    if x.dim() != 2 or x.dtype == torch.float32 or not 0 < x.shape[0] <= MAX_TOKENS or not weight.is_contiguous():
+    if not _is_small(x, weight):
         return functional.linear(x, weight, bias)
-    return small_linear(x, weight, bias, **_tile(x.shape[0], *weight.shape))
+    return small_linear(x, weight, bias, None, **_tile(x.shape[0], *weight.shape))
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """act(x G^T + g) * (x U^T + u) for weight [2 F, K] = [G | U]: one kernel for one token, else two."""
+    if x.shape[0] != 1 or not _is_small(x, weight):
+        return gated_mlp(linear(x, weight, bias), activation)
+    tile = _tile(1, *weight.shape)
+    tile["BLOCK_N"] //= 2  # as many rows of weight in a program as without an activation
+    return small_linear(x, weight, bias, activation, **tile)
+
+
+def _is_small(x: Tensor, weight: Tensor) -> bool:
+    few = x.dim() == 2 and 0 < x.shape[0] <= MAX_TOKENS
+    return few and x.dtype != torch.float32 and weight.is_contiguous()
 
 
 def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
@@ -142,8 +186,20 @@ def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
     if num_tokens == 1:
         block_n = 2 if num_outputs <= 1024 else 4
         return dict(vector=True, BLOCK_N=block_n, BLOCK_K=2048 if size > 1024 else 512, num_warps=4, num_stages=3)
-    if num_tokens <= 4 and num_outputs <= 1024:
-        return dict(vector=True, BLOCK_N=4, BLOCK_K=1024, num_warps=4, num_stages=3)
-    if num_outputs <= 4096 and size > 1024:
-        return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4)
-    return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)
+    if num_outputs <= 1024:
+        if num_tokens <= 4:
+            return dict(vector=True, BLOCK_N=4, BLOCK_K=1024, num_warps=4, num_stages=3)
+        if num_tokens <= 16:
+            return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4 if num_tokens <= 8 else 3)
+        return dict(vector=False, BLOCK_N=16, BLOCK_K=256, num_warps=4, num_stages=5)
+    if num_outputs >= 16384:
+        return dict(vector=False, BLOCK_N=128, BLOCK_K=128, num_warps=8, num_stages=4)
+    if size > 8192 or (size > 1024 and num_outputs <= 4096):
+        if num_tokens <= 8:
+            return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4)
+        if num_tokens <= 32:
+            return dict(vector=False, BLOCK_N=32, BLOCK_K=256, num_warps=4, num_stages=5)
+        return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=6)
+    if num_tokens <= 8:
+        return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)
+    return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=5)

@@ -80,6 +80,17 @@ def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
 
 
 @triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """silu, gelu_tanh or gelu of float32 x."""
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":  # x / 2 (1 + tanh z) = x sigmoid(2 z)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
 def _gated_kernel(out_ptr, gate_up_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -88,13 +99,7 @@ def _gated_kernel(out_ptr, gate_up_ptr, size, ACTIVATION: tl.constexpr, BLOCK: t
     gate_ptr = gate_up_ptr + row * 2 * size + column
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + size, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        gate = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu_tanh":  # x / 2 (1 + tanh z) = x sigmoid(2 z)
-        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(out_ptr + row * size + column, gate * up, mask=mask)
+    tl.store(out_ptr + row * size + column, activate(gate, ACTIVATION) * up, mask=mask)
 
 
 def gated_mlp(gate_up: Tensor, activation: str) -> Tensor:

@@ -34,7 +34,6 @@ def _rotary_kv_write_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
     token = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, BLOCK_D)
@@ -43,6 +42,13 @@ def _rotary_kv_write_kernel(
     exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (d < D)[None, :]
 
     half: tl.constexpr = ROTARY // 2
+    position = tl.load(positions_ptr + token)  # positions, slots and tables are older than the kernel before
+    angle = cos_sin_ptr + position * ROTARY + d % half
+    cos = tl.load(angle, mask=d < ROTARY, other=1.0)
+    sin = tl.load(angle + half, mask=d < ROTARY, other=0.0)
+    sin = tl.where(d < half, -sin, sin)
+    slot = tl.load(slot_mapping_ptr + token) * NUM_KV_HEADS
+    begin(PDL)
     partner_d = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
     row_ptr = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head[:, None]) * D
     x = tl.load(row_ptr + d[None, :], mask=exists, other=0.0).to(tl.float32)
@@ -60,11 +66,6 @@ def _rotary_kv_write_kernel(
         x = tl.where(is_value, x, x * scale[:, None] * weight)
         partner = tl.where(is_value, partner, partner * scale[:, None] * partner_weight)
 
-    position = tl.load(positions_ptr + token)
-    angle = cos_sin_ptr + position * ROTARY + d % half
-    cos = tl.load(angle, mask=d < ROTARY, other=1.0)
-    sin = tl.load(angle + half, mask=d < ROTARY, other=0.0)
-    sin = tl.where(d < half, -sin, sin)
     rotated = x * cos[None, :] + partner * sin[None, :]
 
     tl.store(
@@ -72,7 +73,6 @@ def _rotary_kv_write_kernel(
         rotated,
         mask=exists & is_query[:, None],
     )
-    slot = tl.load(slot_mapping_ptr + token) * NUM_KV_HEADS
     key_head = head - NUM_HEADS
     tl.store(key_cache_ptr + (slot + key_head[:, None]) * D + d[None, :], rotated, mask=exists & is_key[:, None])
     value_head = key_head - NUM_KV_HEADS

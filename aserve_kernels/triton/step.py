@@ -1,7 +1,7 @@
 """The two ends of a step, one launch each: from slot state to the model's inputs, and from its draws to slot state.
 
-aserve/worker/graphs.py captures them in a CUDA graph; worker/inputs.py does the same with torch operations. Slot state is
-one element (or block-table row) per slot, as inputs.SlotState keeps it.
+aserve/worker/graphs.py captures them in a CUDA graph; worker/inputs.py does the same with torch operations. Slot state
+is one element (or block-table row) per slot, as inputs.SlotState keeps it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Latency at several batch sizes and the chat workload's throughput of one engine per model, on a CUDA card.
 
-usage: python docs/benchmarks/cuda_engine.py MODEL_DIR [MODEL_DIR ...] [--batches 1 8 64 256] [--throughput] [--json-out FILE]
-Random weights (--load-format dummy), 32 tokens in, 128 out, greedy, token ids alone; medians of 5 after a warm-up. The same
-as `aserve bench latency` and `aserve bench throughput`, with one load of the model for all of them.
+usage: python docs/benchmarks/cuda_engine.py MODEL_DIR ... [--batches 1 8 64 256] [--throughput N] [--json-out FILE]
+Random weights (--load-format dummy), 32 tokens in, 128 out, greedy, token ids alone; medians of 5 after a warm-up. The
+same as `aserve bench latency` and `aserve bench throughput`, with one load of the model for all of them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ async def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
         if args.throughput:
             items = workload.chat(args.throughput, engine.info.vocab_size)
             requests = [
-                (prompt, SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)) for prompt, length in items
+                (prompt, SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True))
+                for prompt, length in items
             ]
             seconds = await rounds(engine, requests, args.throughput_iters)
             best = statistics.median(seconds)
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--profile", metavar="DIR")
     parser.add_argument("--json-out")
     args = parser.parse_args()
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(1e-4)
     results = []
     for model in args.models:
         results.append(uvloop.run(measure(model, args)))

@@ -93,6 +93,12 @@ class Wire:
                     data = ""
                     yield last if last == "[DONE]" else json.loads(last)
 
+    async def read_late(self, size: int) -> None:
+        """Takes that many bytes from the connection, and keeps them for whoever reads next."""
+        data = await self.reader.read(size)
+        rest, self.reader._buffer = bytes(self.reader._buffer), bytearray()  # type: ignore[attr-defined]
+        self.reader._buffer = bytearray(data + rest)  # type: ignore[attr-defined]
+
     def close(self, *, reset: bool = False) -> None:
         """Hangs up; with `reset` the hard way."""
         if reset:

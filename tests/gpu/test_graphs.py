@@ -105,6 +105,8 @@ def test_choices_draw_from_one_prompt_row() -> None:
 def test_a_row_that_is_not_finite_is_reported_alone() -> None:
     runner = graph_runner()
     runner.model.poison = 42  # type: ignore[attr-defined]
+    assert runner.graphs is not None
+    runner.graphs._captured.clear()  # captured at start, without the poison
     driver = Driver(runner)
     prompts = [(1, 2, 3), (4, 42, 5), (6, 7)]
     updates = [driver.start(slot, len(prompt), GREEDY)[0] for slot, prompt in enumerate(prompts)]

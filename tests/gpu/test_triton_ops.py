@@ -274,17 +274,16 @@ def test_flash_attention_equals_its_twin(torch_ops, dtype, rows, heads, kv_heads
     query = randn(sum(rows[0]), heads, dim, dtype=dtype)
     key, value = pools(-(-2048 // 16), 16, kv_heads, dim, dtype)
     wanted = torch_ops.paged_attention(query.float(), key.float(), value.float(), meta, dim**-0.5, window, softcap)
-    for bound in (2048, 1023):  # decodes in their own launch, then all rows in one
-        meta.max_seq_len = bound
+    for num_decodes in (meta.num_decodes, 0):  # decodes in their own launch, then all rows in one
+        meta.num_decodes = num_decodes
+        meta.memo.clear()
         found = flash_ops.paged_attention(query, key, value, meta, dim**-0.5, window, softcap)
         assert_near(found, wanted, dtype)
-    meta.num_decodes = 0  # as a captured mixed step says
-    assert_near(flash_ops.paged_attention(query, key, value, meta, dim**-0.5, window, softcap), wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] if DEVICE == "cpu" else [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("outputs", "size"), [(300, 256), (1024, 3000), (5000, 1024)])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 20] if DEVICE == "cpu" else [1, 2, 3, 8, 9, 32, 57, 64, 65])
 @pytest.mark.parametrize(("with_bias", "vector"), [(False, False), (True, False), (False, True), (True, True)])
 def test_small_linear_equals_the_librarys(dtype, outputs, size, num_tokens, with_bias, vector):
     from aserve_kernels.triton.linear import MAX_TOKENS, linear, small_linear
@@ -294,6 +293,25 @@ def test_small_linear_equals_the_librarys(dtype, outputs, size, num_tokens, with
     wide_bias = None if bias is None else bias.float()
     wanted = torch.nn.functional.linear(x.float(), weight.float(), wide_bias)
     tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
-    if num_tokens <= MAX_TOKENS:
+    if num_tokens <= (8 if vector else MAX_TOKENS):
         assert_near(small_linear(x, weight, bias, vector=vector, num_warps=4, num_stages=3, **tile), wanted, dtype)
     assert_near(linear(x, weight, bias), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if DEVICE == "cpu" else [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 9])
+@pytest.mark.parametrize(("activation", "with_bias"), [("silu", False), ("gelu_tanh", True), ("gelu", False)])
+@pytest.mark.parametrize("vector", [False, True])
+def test_gated_linear_equals_its_parts(torch_ops, dtype, num_tokens, activation, with_bias, vector):
+    from aserve_kernels.triton.linear import MAX_TOKENS, gated_linear, small_linear
+
+    x, weight = randn(num_tokens, 512, dtype=dtype), randn(2 * 300, 512, dtype=dtype, scale=512**-0.5)
+    bias = randn(600, dtype=dtype) if with_bias else None
+    wide_bias = None if bias is None else bias.float()
+    wanted = torch_ops.gated_mlp(torch.nn.functional.linear(x.float(), weight.float(), wide_bias), activation)
+    tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
+    if num_tokens <= MAX_TOKENS:
+        found = small_linear(x, weight, bias, activation, vector=vector, num_warps=4, num_stages=3, **tile)
+        assert_near(found, wanted, dtype)
+    if DEVICE == "cuda":
+        assert_near(gated_linear(x, weight, bias, activation), wanted, dtype)
