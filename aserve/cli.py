@@ -130,6 +130,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument(
         "--api-key-file", action="append", default=[], metavar="FILE", help="a file with one key a line; repeatable"
     )
+    http.add_argument(
+        "--max-requests-per-key", type=int, metavar="N", help="that an API key may have in flight (default: any number)"
+    )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="repeatable; * is any")
     http.add_argument("--root-path", default="", metavar="PATH", help="where a proxy mounts the server")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="serve HTTPS with this private key")
@@ -221,6 +224,7 @@ def _serve(args: argparse.Namespace) -> int:
         port=args.port,
         served_model_names=tuple(args.served_model_name),
         api_keys=(*args.api_key, *(key for file in args.api_key_file for key in _read_keys(file))),
+        max_requests_per_key=args.max_requests_per_key,
         cors_origins=tuple(args.cors_origin),
         max_body_bytes=args.max_body_bytes,
         ping_interval=args.ping_interval,

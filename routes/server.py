@@ -42,6 +42,7 @@ class ServerOptions:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    max_requests_per_key: int | None = None
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
@@ -74,11 +75,11 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     """`serve`, for an engine that is made but not started, on a listening socket."""
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     log.info("listening on %s://%s:%d, loading the model", scheme, f"[{host}]" if ":" in host else host, port)
-    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
     settings = uvicorn.Config(
         build_app(engine, options),
         loop="uvloop",
@@ -132,6 +133,7 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             engine,
             served_model_names=options.served_model_names,
             api_keys=options.api_keys,
+            max_requests_per_key=options.max_requests_per_key,
             cors_origins=options.cors_origins,
             max_body_bytes=options.max_body_bytes,
             ping_interval=options.ping_interval,

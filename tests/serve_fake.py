@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 import time
+from collections import deque
 from typing import Any
 
 from aserve import Engine, EngineConfig
@@ -39,6 +40,7 @@ def main(port: int, given: dict[str, Any]) -> int:
         vocab_size=VOCAB_SIZE,
         before_step=lambda plan: time.sleep(step),
     )
+    runner.plans = deque(maxlen=1)  # type: ignore[assignment]  # tests in one process look at all of them
     if config.max_num_seqs is not None:
         most = max(config.max_num_seqs, runner.info.max_num_batched_tokens)
         runner.info = dataclasses.replace(runner.info, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=most)

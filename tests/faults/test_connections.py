@@ -31,6 +31,7 @@ def live(request: pytest.FixtureRequest) -> Iterator[str]:
         yield process.url
 
 
+@pytest.mark.live
 def test_a_client_killed_with_200_open_streams_frees_all_blocks_within_a_second(live: str) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.hold", live, "200"], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -43,6 +44,7 @@ def test_a_client_killed_with_200_open_streams_frees_all_blocks_within_a_second(
         asyncio.run(idle(live, 1.0))
 
 
+@pytest.mark.live
 def test_a_hundred_streams_through_a_proxy_that_cuts_every_5_events_lose_and_repeat_nothing(live: str) -> None:
     async def main() -> None:
         whole = await stream_text(live, BODY | {"max_tokens": 60})

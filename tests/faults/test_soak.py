@@ -17,6 +17,7 @@ from tests.process import Process, server
 MIB = 1 << 20
 
 
+@pytest.mark.live
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seconds", [30.0, pytest.param(1200.0, marks=pytest.mark.slow)])
 def test_a_server_is_as_new_after_a_mixed_load(seconds: float, request: pytest.FixtureRequest) -> None:
@@ -27,9 +28,10 @@ def test_a_server_is_as_new_after_a_mixed_load(seconds: float, request: pytest.F
         asyncio.run(loaded(live, seconds, None))
         return
     with server(max_num_seqs=64, step=0.002, max_unsent_bytes=2000, slow_client="pause") as process:
+        before = num_tasks(process)
         memory = asyncio.run(loaded(process.url, seconds, psutil.Process(process.child.pid)))
         assert_no_growth(memory, seconds)
-        assert num_tasks(process) == num_tasks_of_a_new_server()
+        assert num_tasks(process) <= before
         process.child.send_signal(signal.SIGTERM)
         assert process.wait() == 0
         assert "Traceback" not in process.log()
@@ -64,24 +66,20 @@ async def loaded(url: str, seconds: float, process: psutil.Process | None) -> li
 
 
 def assert_no_growth(memory: list[tuple[float, int]], seconds: float) -> None:
-    """The trend of the second half, over its length, is below a few megabytes and 2% of the whole."""
+    """The trend of the second half, over its length, is a few megabytes at most. Streams that may be resumed are kept
+    for 30 s after their end, so that a short run is still filling up."""
     second_half = [(at, size) for at, size in memory if at > seconds / 2]
     slope, _ = statistics.linear_regression(*zip(*second_half, strict=True))
     growth = slope * seconds / 2
     print(f"grew by {growth / MIB:.1f} MiB of {second_half[-1][1] / MIB:.0f} in the second half")
-    assert growth < max(8 * MIB, second_half[-1][1] * 0.02)
+    assert growth < (8 * MIB if seconds >= 240 else 24 * MIB)
 
 
 def num_tasks(process: Process) -> int:
-    """Asks for the number of tasks on the server's loop, until connections that are closing are closed."""
+    """Tasks on the server's loop, less those of connections that are just closing."""
     assert process.child.stdout is not None
     counts = []
     for _ in range(20):
         process.child.send_signal(signal.SIGUSR1)
         counts.append(int(process.child.stdout.readline()))
-    return counts[-1]
-
-
-def num_tasks_of_a_new_server() -> int:
-    with server() as process:
-        return num_tasks(process)
+    return min(counts)
