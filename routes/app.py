@@ -40,6 +40,7 @@ def create_app(
     *,
     served_model_names: Sequence[str] = (),
     api_keys: Sequence[str] = (),
+    max_requests_per_key: int | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
     ping_interval: float = 15.0,
@@ -102,7 +103,7 @@ def create_app(
             Route("/dashboard", dashboard.page),
             Route("/v1/stats/stream", dashboard.stream),
         ],
-        middleware=_middleware(engine, api_keys, cors_origins),
+        middleware=_middleware(engine, api_keys, max_requests_per_key, cors_origins),
         exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},
         lifespan=_lifespan(engine),
     )
@@ -110,7 +111,9 @@ def create_app(
     return app
 
 
-def _middleware(engine: Engine, api_keys: Sequence[str], cors_origins: Sequence[str]) -> list[Middleware]:
+def _middleware(
+    engine: Engine, api_keys: Sequence[str], max_requests: int | None, cors_origins: Sequence[str]
+) -> list[Middleware]:
     stack = [Middleware(RequestLog, engine=engine)]
     if cors_origins:
         stack.append(
@@ -123,7 +126,7 @@ def _middleware(engine: Engine, api_keys: Sequence[str], cors_origins: Sequence[
             )
         )
     if api_keys:
-        stack.append(Middleware(ApiKeys, keys=api_keys))
+        stack.append(Middleware(ApiKeys, keys=api_keys, limit=max_requests))
     return stack
 
 
