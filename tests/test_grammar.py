@@ -63,9 +63,7 @@ def follows(matcher: Matcher, char: str) -> bool:
         ("grammar", 'start: "a" x\nx: "b" | "c"', "ac"),
     ],
 )
-def test_an_output_ends_with_the_token_that_completes_it(
-    grammars: Grammars, kind: Any, value: Any, text: str
-) -> None:
+def test_an_output_ends_with_the_token_that_completes_it(grammars: Grammars, kind: Any, value: Any, text: str) -> None:
     matcher = grammars.compile(StructuredOutput(kind, value))
     assert allowed(matcher.mask()).isdisjoint(ENDS)
     *most, last = text
