@@ -61,7 +61,7 @@ async def test_what_is_left_behind_takes_up_a_place_until_it_ends(stuck: Stuck) 
     with pytest.raises(OverloadedError):
         await outputs.constraints(DIGITS, 1)
     stuck.go.set()
-    while outputs._places.locked():
+    while outputs._places.locked():  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert await outputs.constraints(DIGITS, 1)
 
