@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from aserve import InvalidRequestError, SamplingParams
+from aserve import InvalidRequestError, SamplingParams, StructuredOutput
 from routes import choices
-from routes.structured import call_structure, structured_output
+from routes.structured import structured_output, tool_calls
 from routes.turn import ToolUse
 
 Prompt = str | list[int]
@@ -115,11 +115,15 @@ class Body(msgspec.Struct, kw_only=True):
         }
         return {name: value for name, value in given.items() if value is not None}
 
+    def forced_calls(self) -> StructuredOutput | None:
+        """The tool calls that the output has to be; None where it may be text."""
+        return None
+
     def sampling(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
         """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
-        given.setdefault("structured", structured_output(self))
+        given["structured"] = structured_output(self, self.forced_calls())
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         return SamplingParams(**{**defaults, **given})
@@ -226,6 +230,9 @@ class ChatBody(Body, kw_only=True):
         """What the model may call. Raises InvalidRequestError for tools that are none, or a choice among others."""
         return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
+    def forced_calls(self) -> StructuredOutput | None:
+        return tool_calls(self.tools or (), self.tool_use())
+
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as plain dicts, text parts joined by newlines. Raises InvalidRequestError."""
         return conversation(self.messages)
@@ -234,8 +241,7 @@ class ChatBody(Body, kw_only=True):
         """The sampling parameters; max_completion_tokens goes before its old name max_tokens."""
         top = (self.top_logprobs or 0) if self.logprobs else None
         try:
-            called = call_structure(self, self.tools, self.tool_use())
-            return self.sampling(defaults, logprobs=top, max_tokens=self.max_completion_tokens, structured=called)
+            return self.sampling(defaults, logprobs=top, max_tokens=self.max_completion_tokens)
         except InvalidRequestError as error:
             if error.param == "max_tokens" and self.max_completion_tokens is not None:
                 message = error.message.replace("max_tokens", "max_completion_tokens", 1)

@@ -84,8 +84,8 @@ class TurnFormat:
     def turn(
         self, tools: ToolUse, prompt: Sequence[int], decoder: Decoder | None, *, structured: bool = False
     ) -> Turn | None:
-        """The parsers of one choice; None where its text is its content. `structured`: a grammar leaves no room for
-        thoughts."""
+        """The parsers of one choice; None where its text is its content. A `structured` output has a form of its own
+        from its first token on: no thoughts, and calls only where they are that form."""
         reasoning = parser = None
         if self.reasoning_parser is not None and decoder is not None and not structured:
             opened = self.reasoning_parser == "deepseek_r1"
@@ -96,7 +96,7 @@ class TurnFormat:
             style = required
         elif tools.choice == "named":
             style = named(tools.names[0])
-        elif tools.choice == "auto" and tools.names and self.tool_call_parser is not None:
+        elif tools.choice == "auto" and tools.names and self.tool_call_parser is not None and not structured:
             style = STYLES[self.tool_call_parser]
         if style is not None:
             parser = ToolParser(style, tools.names, short_ids=self.tool_call_parser == "mistral")
