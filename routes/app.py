@@ -74,41 +74,45 @@ def create_app(
     )
     live = Live()
     sessions = Sessions(live, grace=resume_grace, max_grace=max_resume_grace, limit=journal_bytes)
-    admin = Admin(engine, live, options)
-    models = Models(engine, options)
-    dashboard = Dashboard(engine)
-    store = ResponseStore()
-    stored = StoredResponses(store)
     app = Starlette(
-        routes=[
-            Route("/v1/completions", Completions(engine, live, sessions, options), methods=["POST"]),
-            Route("/v1/chat/completions", ChatCompletions(engine, live, sessions, options), methods=["POST"]),
-            Route("/v1/responses", Responses(engine, live, sessions, options, store=store), methods=["POST"]),
-            Route("/v1/responses/{id}", stored.retrieve),
-            Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
-            Route("/v1/models", models.list),
-            Route("/v1/models/{id:path}", models.retrieve),
-            Route("/v1/requests/{id}", admin.cancel, methods=["DELETE"]),
-            Route("/v1/streams/{id}", StreamEndpoint(sessions), methods=["GET"]),
-            Route("/tokenize", admin.tokenize, methods=["POST"]),
-            Route("/detokenize", admin.detokenize, methods=["POST"]),
-            Route("/health", admin.health),
-            Route("/ready", admin.ready),
-            Route("/version", admin.version),
-            Route("/load", admin.load),
-            Route("/metrics", admin.metrics),
-            Route("/openapi.json", OpenAPI().get),
-            Route("/docs", DocsPage().get),
-            Route("/dashboard", dashboard.page),
-            Route("/v1/stats/stream", dashboard.stream),
-        ],
+        routes=_routes(engine, live, sessions, options),
         middleware=_middleware(engine, api_keys, max_requests_per_key, cors_origins),
         exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},
         lifespan=_lifespan(engine),
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _routes(engine: Engine, live: Live, sessions: Sessions, options: Options) -> list[Route]:
+    admin = Admin(engine, live, options)
+    models = Models(engine, options)
+    dashboard = Dashboard(engine)
+    store = ResponseStore()
+    stored = StoredResponses(store)
+    return [
+        Route("/v1/completions", Completions(engine, live, sessions, options), methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletions(engine, live, sessions, options), methods=["POST"]),
+        Route("/v1/responses", Responses(engine, live, sessions, options, store=store), methods=["POST"]),
+        Route("/v1/responses/{id}", stored.retrieve),
+        Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
+        Route("/v1/models", models.list),
+        Route("/v1/models/{id:path}", models.retrieve),
+        Route("/v1/requests/{id}", admin.cancel, methods=["DELETE"]),
+        Route("/v1/streams/{id}", StreamEndpoint(sessions), methods=["GET"]),
+        Route("/tokenize", admin.tokenize, methods=["POST"]),
+        Route("/detokenize", admin.detokenize, methods=["POST"]),
+        Route("/health", admin.health),
+        Route("/ready", admin.ready),
+        Route("/version", admin.version),
+        Route("/load", admin.load),
+        Route("/metrics", admin.metrics),
+        Route("/openapi.json", OpenAPI().get),
+        Route("/docs", DocsPage().get),
+        Route("/dashboard", dashboard.page),
+        Route("/v1/stats/stream", dashboard.stream),
+    ]
 
 
 def _middleware(

@@ -1,4 +1,4 @@
-"""The access log."""
+"""The access log, and the log of bodies."""
 
 from __future__ import annotations
 
@@ -63,3 +63,17 @@ async def test_a_key_may_have_only_so_many_requests_in_flight() -> None:
             await post(app, "/v1/completions", {**body, "max_tokens": 500}, headers=mine, on_message=on_message)
         assert statuses == [429, 200]
         assert (await post(app, "/v1/completions", body, headers=mine)).status == 200
+
+
+async def test_bodies_are_logged_only_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="aserve.requests")
+    async with serving() as engine:
+        for log_requests in (False, True):
+            app = create_app(engine, log_requests=log_requests)
+            body = {"prompt": "secret\n", "max_tokens": 1, "user": "u" * 9000}
+            await post(app, "/v1/completions", body, headers={"x-request-id": "mine"})
+    [line] = [record.getMessage() for record in caplog.records if record.name == "aserve.requests"]
+    assert line.startswith("id=mine ")
+    assert "secret" in line
+    assert "\n" not in line
+    assert len(line) < 5000
