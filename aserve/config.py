@@ -12,6 +12,7 @@ from aserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 Device = Literal["auto", "cpu", "cuda"]
 Preemption = Literal["auto", "swap", "recompute"]
@@ -33,6 +34,9 @@ class EngineConfig:
     device: Device = "auto"
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
+    model_impl: ModelImpl = "auto"  # auto: transformers' code for what has no decoder here
+    allow_pickle: bool = False  # read *.bin weights where there are no safetensors; tensors only, never code
+    trust_remote_code: bool = False  # run the Python files that come with a model or its tokenizer
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -43,6 +43,7 @@ def find(config: EngineConfig) -> Model:
         tokenizer=config.tokenizer,
         load_format=config.load_format,
         need_tokenizer=not config.skip_tokenizer_init,
+        allow_pickle=config.allow_pickle,
         progress=_log.info,
     )
     if files.notice:
@@ -70,6 +71,7 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
         config=files.config,
         template=None if config.chat_template is None else chat_template.load(config.chat_template),
         fallback_template=own,
+        trust_remote_code=config.trust_remote_code,
     )
     loaded.warm()
     return loaded

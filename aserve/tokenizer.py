@@ -230,6 +230,7 @@ def load(
     config: Mapping[str, Any] | None = None,
     template: str | None = None,
     fallback_template: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Tokenizer:
     """The tokenizer at `path`, a tokenizer.json or a directory.
 
@@ -248,7 +249,7 @@ def load(
         templates = options.get("chat_template") or fallback_template
     file = directory / "tokenizer.json" if path.is_dir() else path
     ends = end_ids(generation_config or {}, config or {})
-    raw = None if file.is_file() else _from_transformers(directory)
+    raw = None if file.is_file() else _from_transformers(directory, trust_remote_code)
     if raw is not None and not hasattr(raw, "backend_tokenizer"):
         own = _ids(raw.eos_token_id)
         return Tokenizer(
@@ -310,11 +311,11 @@ def _read_tokenizer(file: Path) -> Any:
         raise ConfigError(f"cannot read the tokenizer {file}: {error}", param="tokenizer") from None
 
 
-def _from_transformers(directory: Path) -> Any:
+def _from_transformers(directory: Path, trust_remote_code: bool) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(directory)
+        return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(f"cannot load a tokenizer from {directory}: {error}", param="tokenizer") from error
 

@@ -34,7 +34,7 @@ class PackedLinear:
             from aserve_kernels.triton.linear import linear
 
             self._linear = linear
-        if _packs(weight):
+        if packs(weight):
             self.packed = _pack(weight)
             self.weight = None
 
@@ -67,7 +67,7 @@ class GatedLinear:
         self._gated_mlp = gated_mlp
         self._fused: PackedLinear | None = None
         gate, up = weight.chunk(2) if isinstance(weight, Tensor) else weight
-        if _packs(gate) and activation in _ONEDNN_ACTIVATIONS:
+        if packs(gate) and activation in _ONEDNN_ACTIVATIONS:
             self._gate, self._up = _pack(gate), _pack(up)
             self._bias = (None, None) if bias is None else bias.chunk(2)
         else:
@@ -107,7 +107,7 @@ def _pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def _packs(weight: Tensor) -> bool:
+def packs(weight: Tensor) -> bool:
     """True where oneDNN has a packed product for this weight on this processor."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False

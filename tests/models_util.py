@@ -18,7 +18,7 @@ from aserve_kernels import AttentionMeta, load
 
 BLOCK_SIZE = 4
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -30,7 +30,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20}
+GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 # case -> (configuration class, what it sets beyond the shape)
@@ -72,11 +72,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         _EXPERTS | {"head_dim": 16, "num_experts": 6, "norm_topk_prob": True},
     ),
-    "gemma2": ("Gemma2Config", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    "gemma3": ("Gemma3TextConfig", _GEMMA | {"sliding_window_pattern": 3}),
+    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"sliding_window_pattern": 3}),
     "gemma3-linear": (
         "Gemma3TextConfig",
-        _GEMMA | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        GEMMA | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
     "opt": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
     "opt-untied": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48, "tie_word_embeddings": False}),
@@ -103,7 +103,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 def make_reference(case: str) -> Any:
     """transformers' model of a case: random weights by a fixed seed, large enough that greedy draws have gaps."""
     class_name, options = TINY[case]
-    config = getattr(transformers, class_name)(**(_SHAPE | options))
+    config = getattr(transformers, class_name)(**(SHAPE | options))
     config._attn_implementation = "eager"
     torch.manual_seed(20)
     return randomize(transformers.AutoModelForCausalLM.from_config(config))

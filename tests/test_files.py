@@ -120,7 +120,7 @@ def shard_and_lose_one(directory: Path) -> None:
         (write("config.json", "[]"), "does not hold a JSON object"),
         (remove("tokenizer.json"), "has no tokenizer.*--tokenizer"),
         (remove("model.safetensors"), r"has no \*\.safetensors weights"),
-        (only_pickled, r"pytorch_model\.bin is pickled.*convert it to safetensors"),
+        (only_pickled, r"pytorch_model\.bin is pickled.*convert it to safetensors.*--allow-pickle"),
         (shard_and_lose_one, r"model-00002-of-00002\.safetensors is missing"),
         (truncate("model.safetensors", 200), r"is cut short: 200 of \d+ bytes"),
         (truncate("model.safetensors", 30), "is damaged or cut short"),

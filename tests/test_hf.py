@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.families import FAMILIES
 from aserve.models.gpt_families import GPT_FAMILIES
-from aserve.models.hf import TransformersModel
+from aserve.models.hf import TransformersModel, _pack_linears
 from aserve.models.loader import load_model
 from aserve_kernels import load
 from tests.models_util import PagedMemory, make_reference, randomize, resolved
@@ -141,12 +142,44 @@ def test_a_model_whose_attention_cannot_be_replaced_says_why(
         load_model(files, dtype=torch.float32, device="cpu", kernels=load("torch"))
 
 
-def test_code_of_the_checkpoint_is_not_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_still_shows_its_weight(dtype: torch.dtype) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(24, 16), torch.nn.ReLU()).to(dtype)
+    weight, x = module[0].weight.clone(), torch.randn(1, 5, 24, dtype=dtype)
+    with torch.inference_mode():
+        expected = module(x)
+        _pack_linears(module)
+        assert type(module[0]) is not torch.nn.Linear
+        torch.testing.assert_close(module(x), expected, atol=2e-2, rtol=2e-2)
+    assert torch.equal(module[0].weight, weight)
+
+
+def with_own_code(directory: Path, code: str) -> None:
+    """Makes a saved model one that only a Python file of its own can run."""
+    config = json.loads((directory / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config["architectures"] = ["OwnForCausalLM"]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "own.py").write_text(code)
+
+
+def test_code_of_the_checkpoint_is_run_where_it_was_asked_for(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = str(tmp_path_factory.mktemp("modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.setattr("sys.path", [*sys.path, modules])
+    reference = make("olmo2")
+    reference.save_pretrained(tmp_path)
+    with_own_code(tmp_path, "from transformers import Olmo2ForCausalLM\n\nclass OwnForCausalLM(Olmo2ForCausalLM): pass")
+    memory = PagedMemory(load_saved(tmp_path, trust_remote_code=True))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([[5, 6, 7]]), use_cache=False).logits[0]
+    torch.testing.assert_close(memory.step([(memory.add(), [5, 6, 7])])[0], expected, atol=1e-4, rtol=0)
+
+
+def test_code_of_the_checkpoint_is_not_run_unasked(tmp_path: Path) -> None:
     make("olmo2").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "evil.EvilForCausalLM"}
-    config["architectures"] = ["EvilForCausalLM"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ConfigError, match="EvilForCausalLM"):
+    with_own_code(tmp_path, "raise SystemExit('ran')")
+    with pytest.raises(ConfigError, match=r"OwnForCausalLM.*--trust-remote-code"):
         load_saved(tmp_path)

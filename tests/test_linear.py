@@ -50,6 +50,6 @@ def test_gated_product_is_the_two_products_and_their_gate(dtype: torch.dtype, ac
 def test_gating_follows_one_product_where_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(16, 8), torch.randn(3, 8)
     packed = GatedLinear(weight, None, "silu", torch_ops.gated_mlp)(x)
-    monkeypatch.setattr("aserve_kernels.linear._packs", lambda weight: False)
+    monkeypatch.setattr("aserve_kernels.linear.packs", lambda weight: False)
     plain = GatedLinear(weight, None, "silu", torch_ops.gated_mlp)(x)
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)

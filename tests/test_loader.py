@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from aserve.config import ModelImpl
 from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.loader import load_model, native_architectures
 from aserve_kernels import load
-from tests.models_util import PagedMemory, load_saved, make_reference, resolved
+from tests.models_util import GEMMA, SHAPE, PagedMemory, load_saved, make_reference, randomize, resolved
 
 
 @pytest.fixture
@@ -83,6 +85,39 @@ def test_the_rotary_tables_end_at_the_contexts_that_are_served(saved: Path) -> N
     bounded = load_saved(saved, max_positions=6)
     assert torch.equal(some_logits(bounded), some_logits(load_saved(saved)))
     assert bounded.spec.max_position_embeddings == 128
+
+
+def pickle_weights(directory: Path) -> None:
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_pickled_weights_give_the_same_model_where_they_are_allowed(saved: Path, model_impl: ModelImpl) -> None:
+    expected = some_logits(load_saved(saved))
+    pickle_weights(saved)
+    files = resolved(saved, allow_pickle=True)
+    model = load_model(files, dtype=torch.float32, device="cpu", kernels=load("torch"), model_impl=model_impl)
+    torch.testing.assert_close(some_logits(model), expected, atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="--allow-pickle"):
+        resolved(saved)
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        resolved(saved, allow_pickle=True, load_format="safetensors")
+
+
+def test_the_text_part_of_a_model_with_vision_is_served(tmp_path: Path) -> None:
+    text = transformers.Gemma3TextConfig(**(SHAPE | GEMMA))
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 8, "patch_size": 4}, mm_tokens_per_image=4
+    )
+    torch.manual_seed(20)
+    reference = randomize(transformers.Gemma3ForConditionalGeneration(config))
+    reference.save_pretrained(tmp_path)
+    tokens = [5, 9, 60, 3, 3, 41]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(some_logits(load_saved(tmp_path)), expected, atol=1e-4, rtol=0)
 
 
 def test_a_missing_tensor_is_named(saved: Path) -> None:

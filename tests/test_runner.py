@@ -189,3 +189,51 @@ def test_sizes_that_cannot_work_are_refused(options: dict[str, int], match: str)
     config = EngineConfig(block_size=16, num_gpu_blocks_override=blocks, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=match):
         memory.size_pools(config, SPEC, available=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nand a long explanation"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 1 TB"),
+    ],
+)
+def test_out_of_memory_at_start_says_which_option_to_change(error: Exception) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"out of memory while loading the weights.*--dtype") as caught,
+        memory.stage("loading the weights", "use a --dtype of 16 bits"),
+    ):
+        raise error
+    assert "\n" not in caught.value.message
+
+
+def test_another_error_at_start_is_left_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="mismatch"), memory.stage("loading", "nothing"):
+        raise RuntimeError("size mismatch")
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "swap_bytes", "option"), [(3, 2, "--kv-cache-memory"), (1, 9, "--swap-space"), (0, 5, "--swap-space")]
+)
+def test_pools_beyond_the_free_memory_are_refused(
+    kv_bytes: int, swap_bytes: int, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_host_available", lambda: 4)
+    with pytest.raises(ConfigError, match=f"do not fit.*lower {option}"):
+        memory.check_host(kv_bytes=kv_bytes, swap_bytes=swap_bytes)
+    memory.check_host(kv_bytes=2, swap_bytes=2)
+    monkeypatch.setattr(memory, "_host_available", lambda: None)
+    memory.check_host(kv_bytes=kv_bytes, swap_bytes=swap_bytes)
+
+
+def test_the_log_tells_the_pools_and_the_longest_request(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="aserve"):
+        make_runner(swap_space=0.0)
+    assert "# GPU blocks: 40, # CPU blocks: 0" in caplog.messages
+    assert "the longest request that fits has 128 tokens" in caplog.messages
+
+
+def test_a_host_pool_larger_than_the_machine_fails_at_start() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        make_runner(num_gpu_blocks_override=None, kv_cache_memory=1 << 60, swap_space=0.0)

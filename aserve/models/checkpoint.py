@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import pickle
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,6 +107,29 @@ class _Buffer:
     sent: torch.cuda.Event | None = None
 
 
+class PickledCheckpoint:
+    """The tensors of torch.save's files, mapped, by name. Nothing but tensors is unpickled."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.tensors: dict[str, Stored] = {}
+        self._views: dict[str, Tensor] = {}
+        for path in paths:
+            try:
+                self._views |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                raise ConfigError(f"{path} cannot be read: {reason}", param="model") from error
+        for name, view in self._views.items():
+            self.tensors[name] = Stored(Path(), str(view.dtype), tuple(view.shape), 0, view.nbytes)
+
+    def view(self, name: str) -> Tensor:
+        """The tensor, a view of its file. Raises ConfigError for a dtype that is no floating-point number."""
+        view = self._views[name]
+        if not view.is_floating_point():
+            raise ConfigError(f"{name} is {view.dtype}: quantized checkpoints are not read", param="model")
+        return view
+
+
 class DeviceCopier:
     """Copies tensors from files to a device: threads read into pinned buffers while earlier ones are on the bus.
 
@@ -164,13 +188,13 @@ class DeviceCopier:
             source = source.to(self._device, non_blocking=True)
         buffer.target.copy_(source, non_blocking=True)
         if self._device.type == "cuda":
-            buffer.sent = torch.cuda.Event()
+            buffer.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
             buffer.sent.record()
         buffer.reading = buffer.source = buffer.target = None
 
 
 def _read(descriptor: int, into: Tensor, offset: int, stored: Stored) -> None:
-    view = memoryview(into.numpy())
+    view = into.numpy().data
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:

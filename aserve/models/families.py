@@ -288,9 +288,21 @@ def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     return replace(base, layers=layers, qk_norm=True)
 
 
+def _gemma3_text(config: Mapping[str, Any]) -> DecoderConfig:
+    """The text part of Gemma 3 with vision. Its section leaves out what transformers' class has as defaults."""
+    left_out = {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    }
+    return _gemma3(left_out | dict(required(config, "text_config")))
+
+
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_text,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,

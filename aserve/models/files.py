@@ -27,7 +27,8 @@ class ModelFiles:
     """A model on disk, in Hugging Face's layout.
 
     `tokenizer` is a tokenizer.json, or a directory that has only the older files, or None. `weights` are the
-    safetensors files, checked to be whole; empty under load format "dummy". `notice` is for the start-up log.
+    safetensors files, checked to be whole, or pickled ones where that was allowed; empty under load format "dummy".
+    `notice` is for the start-up log.
     """
 
     directory: Path
@@ -37,7 +38,7 @@ class ModelFiles:
     tokenizer: Path | None = None
     chat_template: str | None = None
     notice: str | None = None
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    load_format: Literal["safetensors", "pickle", "dummy"] = "safetensors"
     weights: tuple[Path, ...] = ()
 
 
@@ -47,6 +48,7 @@ def resolve(
     tokenizer: str | None = None,
     load_format: LoadFormat = "auto",
     need_tokenizer: bool = True,
+    allow_pickle: bool = False,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> ModelFiles:
@@ -57,18 +59,18 @@ def resolve(
     report = progress or (lambda text: None)
     cache = ConversionCache(cache_dir or default_cache_dir(), report)
     if model is None:
-        files = replace(_directory(_demo(cache), _DEMO_NAME, load_format), notice=_DEMO_NOTICE)
+        files = replace(_directory(_demo(cache), _DEMO_NAME, load_format, False), notice=_DEMO_NOTICE)
     elif model.endswith(".gguf"):
         path = Path(model)
         if not path.is_file():
             raise ConfigError(f"there is no file {model}", param="model")
-        files = _directory(cache.converted(path), path.stem, load_format)
+        files = _directory(cache.converted(path), path.stem, load_format, False)
     elif load_format == "gguf":
         raise ConfigError(f"--load-format gguf needs a .gguf file, got {model}", param="load_format")
     elif (path := Path(model)).is_dir():
-        files = _directory(path, path.resolve().name, load_format)
+        files = _directory(path, path.resolve().name, load_format, allow_pickle)
     else:
-        files = _directory(_from_hub(model, report), model, load_format)
+        files = _directory(_from_hub(model, report, allow_pickle), model, load_format, allow_pickle)
     if tokenizer is not None:
         files = replace(files, tokenizer=_given_tokenizer(tokenizer))
     if files.tokenizer is None and need_tokenizer:
@@ -90,11 +92,13 @@ def _demo(cache: ConversionCache) -> Path:
     return cache.assembled(demo.EXPECTED_SHA256, demo.MODEL_NAME, demo.assemble)
 
 
-def _directory(path: Path, name: str, load_format: LoadFormat) -> ModelFiles:
+def _directory(path: Path, name: str, load_format: LoadFormat, allow_pickle: bool) -> ModelFiles:
     config = _read_json(path / "config.json")
     if config is None:
         raise ConfigError(f"{path} has no config.json: it is not a Hugging Face model directory", param="model")
     dummy = load_format == "dummy"
+    weights = () if dummy else _weights(path, allow_pickle and load_format == "auto")
+    pickled = any(file.suffix == ".bin" for file in weights)
     return ModelFiles(
         directory=path,
         name=name,
@@ -102,8 +106,8 @@ def _directory(path: Path, name: str, load_format: LoadFormat) -> ModelFiles:
         generation_config=_read_json(path / "generation_config.json") or {},
         tokenizer=_find_tokenizer(path),
         chat_template=_chat_template(path),
-        load_format="dummy" if dummy else "safetensors",
-        weights=() if dummy else _weights(path),
+        load_format="dummy" if dummy else "pickle" if pickled else "safetensors",
+        weights=weights,
     )
 
 
@@ -153,27 +157,35 @@ def _chat_template(path: Path) -> str | None:
     return None
 
 
-def _weights(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of a directory, each present and as long as its header says."""
-    index = _read_json(path / "model.safetensors.index.json")
-    if index is not None:
-        shards = sorted({str(name) for name in index.get("weight_map", {}).values()})
-        found = tuple(path / name for name in shards)
-        for shard in found:
-            if not shard.is_file():
-                raise ConfigError(
-                    f"{shard.name} is missing from {path}, {len(found)} files are listed: copy the model again",
-                    param="model",
-                )
-    else:
-        single = path / "model.safetensors"
-        found = (single,) if single.is_file() else tuple(sorted(path.glob("*.safetensors")))
+def _weights(path: Path, allow_pickle: bool) -> tuple[Path, ...]:
+    """The weights of a directory, all present: safetensors as long as their headers say, or else pickled files."""
+    found = _listed(path, "model.safetensors") or tuple(sorted(path.glob("*.safetensors")))
+    if not found and allow_pickle:
+        found = _listed(path, "pytorch_model.bin")
     if not found:
         pickled = next((entry.name for entry in (*path.glob("*.bin"), *path.glob("*.pt"))), None)
-        hint = f"{pickled} is pickled, which is not loaded: convert it to safetensors" if pickled else "copy them there"
+        hint = "copy them there"
+        if pickled:
+            hint = f"{pickled} is pickled: convert it to safetensors, or read its tensors with --allow-pickle"
         raise ConfigError(f"{path} has no *.safetensors weights: {hint}", param="model")
     for shard in found:
-        _check_whole(shard)
+        if shard.suffix == ".safetensors":
+            _check_whole(shard)
+    return found
+
+
+def _listed(path: Path, single: str) -> tuple[Path, ...]:
+    """The files that an index lists, each present, or the one there is without an index."""
+    index = _read_json(path / f"{single}.index.json")
+    if index is None:
+        return (path / single,) if (path / single).is_file() else ()
+    found = tuple(path / name for name in sorted({str(name) for name in index.get("weight_map", {}).values()}))
+    for shard in found:
+        if not shard.is_file():
+            raise ConfigError(
+                f"{shard.name} is missing from {path}, {len(found)} files are listed: copy the model again",
+                param="model",
+            )
     return found
 
 
@@ -192,7 +204,7 @@ def _check_whole(shard: Path) -> None:
         raise ConfigError(f"{shard} is cut short: {size} of {8 + length + end} bytes: copy it again", param="model")
 
 
-def _from_hub(model: str, report: Progress) -> Path:
+def _from_hub(model: str, report: Progress, allow_pickle: bool) -> Path:
     looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     if not looks_like_id:
         raise ConfigError(f"there is no directory {model}", param="model")
@@ -200,7 +212,8 @@ def _from_hub(model: str, report: Progress) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+        patterns = [*_HUB_PATTERNS, "*.bin"] if allow_pickle else _HUB_PATTERNS
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # a dozen types: network, HTTP, validation, gated, missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

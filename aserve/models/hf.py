@@ -2,7 +2,7 @@
 
 loader.py takes it for architectures that have no native decoder. A model qualifies if every layer calls transformers'
 attention interface once, causally, with keys and values of one shape; a probe at load finds out, so that a model that
-does not qualify is refused before it serves. No code of a checkpoint's author is ever run.
+does not qualify is refused before it serves. Code of a checkpoint's author is run only where the user asked for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from aserve.errors import ConfigError
 from aserve.models import KVCache, ModelSpec
+from aserve.models.families import architecture
 from aserve.models.files import ModelFiles
 from aserve_kernels import AttentionMeta, Kernels
+from aserve_kernels.linear import PackedLinear, packs
 
 _ATTENTION = "aserve_paged"
 
@@ -70,9 +72,11 @@ class TransformersModel:
         kernels: Kernels,
         dummy: bool = False,
         seed: int = 0,
+        trust_remote_code: bool = False,
     ) -> None:
         self._kernels = kernels
-        causal = _load(files, dtype, device, dummy, seed)
+        known = supports(architecture(files.config))
+        causal = _load(files, dtype, device, dummy, seed, trust_remote_code and not known)
         prefix = causal.base_model_prefix
         self._base = getattr(causal, prefix)
         setattr(causal, prefix, _Given())  # what is left of the causal model turns hidden states into logits
@@ -144,29 +148,62 @@ class _Given(nn.Module):
         return _Output(last_hidden_state=inputs_embeds)
 
 
-def _load(files: ModelFiles, dtype: torch.dtype, device: torch.device, dummy: bool, seed: int) -> Any:
+def _load(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, dummy: bool, seed: int, trust_remote_code: bool
+) -> Any:
     """transformers' model, for inference, on the device."""
     try:
         if dummy:
-            config = transformers.AutoConfig.from_pretrained(files.directory, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
                 torch.manual_seed(seed)
                 causal = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=_ATTENTION
+                    config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=trust_remote_code
                 )
         else:
             causal = transformers.AutoModelForCausalLM.from_pretrained(
                 files.directory,
                 dtype=dtype,
                 attn_implementation=_ATTENTION,
-                use_safetensors=True,
+                use_safetensors=files.load_format != "pickle",
                 local_files_only=True,
-                trust_remote_code=False,
+                trust_remote_code=trust_remote_code,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"transformers cannot load {files.directory}: {reason}", param="model") from error
-    return causal.to(device).eval().requires_grad_(False)
+    causal = causal.to(device).eval().requires_grad_(False)
+    _pack_linears(causal)
+    return causal
+
+
+class _Packed(nn.Module):
+    """A linear layer whose weight is laid out for the processor."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._linear = PackedLinear(linear.weight, linear.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight, unpacked for modelling code that looks at it."""
+        packed = self._linear.packed
+        assert packed is not None
+        plain: Tensor = packed.to_dense()
+        return plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._linear(x)
+
+
+def _pack_linears(module: nn.Module) -> None:
+    """Packs each linear layer in place, one after the other, so that no two copies of the weights are in memory."""
+    for name, child in module.named_children():
+        if type(child) is nn.Linear and packs(child.weight):
+            setattr(module, name, _Packed(child))
+        else:
+            _pack_linears(child)
 
 
 def _paged_attention(

@@ -6,10 +6,9 @@ nothing of files. Raises ConfigError before anything is allocated where the mode
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
+from aserve.config import ModelImpl
 from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.decoder import Decoder
@@ -19,8 +18,6 @@ from aserve.models.gpt import GPT
 from aserve.models.gpt_families import GPT_FAMILIES
 from aserve.models.weights import CheckpointWeights, DummyWeights, Weights
 from aserve_kernels import Kernels
-
-ModelImpl = Literal["auto", "native", "transformers"]
 
 
 def load_model(
@@ -33,25 +30,35 @@ def load_model(
     seed: int = 0,
     max_positions: int | None = None,
     model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> Model:
     """The model, on `device` in `dtype`.
 
     `load_format` "dummy" (default: as the files were resolved) draws random weights by `seed`; `max_positions` bounds
     its tables to the contexts that will be served; `model_impl` "auto" takes transformers' code for what has no
-    decoder here.
+    decoder here, and with `trust_remote_code` the checkpoint's own for what transformers does not know.
     """
-    native = _is_native(files, model_impl)
+    native = _is_native(files, model_impl, trust_remote_code)
     device = torch.device(device)
     dummy = load_format == "dummy" or files.load_format == "dummy"
     if not native:
         from aserve.models.hf import TransformersModel
 
-        return TransformersModel(files, dtype=dtype, device=device, kernels=kernels, dummy=dummy, seed=seed)
+        return TransformersModel(
+            files,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            dummy=dummy,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
     weights: Weights
     if dummy:
         weights = DummyWeights(device=device, dtype=dtype, seed=seed)
     else:
-        weights = CheckpointWeights(files.weights, device=device, dtype=dtype)
+        pickled = files.load_format == "pickle"
+        weights = CheckpointWeights(files.weights, device=device, dtype=dtype, pickled=pickled)
     model: Model
     name = architecture(files.config)
     try:
@@ -70,7 +77,7 @@ def native_architectures() -> list[str]:
     return sorted([*FAMILIES, *GPT_FAMILIES])
 
 
-def _is_native(files: ModelFiles, model_impl: ModelImpl) -> bool:
+def _is_native(files: ModelFiles, model_impl: ModelImpl, trust_remote_code: bool) -> bool:
     """Which code serves the model. Raises ConfigError, naming what is known, where none does."""
     if (quantized := files.config.get("quantization_config")) is not None:
         kind = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
@@ -86,6 +93,14 @@ def _is_native(files: ModelFiles, model_impl: ModelImpl) -> bool:
         raise ConfigError(f"{files.directory} is a {name}, which has no decoder here; {known}", param="model")
     from aserve.models import hf  # imports all of transformers' models
 
+    if not hf.supports(name) and "auto_map" in files.config:
+        if trust_remote_code:
+            return False
+        raise ConfigError(
+            f"{files.directory} is a {name}, which runs by Python files of its own: read them, then give "
+            "--trust-remote-code",
+            param="trust_remote_code",
+        )
     if not hf.supports(name):
         raise ConfigError(
             f"{files.directory} is a {name}, which neither aserve nor its attention in transformers can run; {known}",

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.models.checkpoint import Checkpoint, DeviceCopier, dtype_of
+from aserve.models.checkpoint import Checkpoint, DeviceCopier, PickledCheckpoint, dtype_of
 
 Arrange = Callable[[Tensor], Tensor]
 
 _STD = 0.02  # of random weights: the usual initializer_range
+# the parts of a model with vision that text needs not, and where it keeps the others
+_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_TEXT = ("language_model.", "model.language_model.")
 # buffers that some checkpoints carry along
 _DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 
@@ -64,13 +67,15 @@ class Weights(Protocol):
 
 
 class CheckpointWeights:
-    """Tensors of safetensors files."""
+    """Tensors of safetensors files, or of `pickled` ones."""
 
-    def __init__(self, paths: Sequence[Path], *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, paths: Sequence[Path], *, device: torch.device, dtype: torch.dtype, pickled: bool = False
+    ) -> None:
         self.device = device
         self.dtype = dtype
-        self._checkpoint = Checkpoint(paths)
-        self._copier = DeviceCopier(device) if device.type == "cuda" else None
+        self._checkpoint = PickledCheckpoint(paths) if pickled else Checkpoint(paths)
+        self._copier = DeviceCopier(device) if device.type == "cuda" and not pickled else None
         self._unused = set(self._checkpoint.tensors)
 
     def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int, arrange: Arrange | None = None) -> Tensor:
@@ -92,7 +97,7 @@ class CheckpointWeights:
         return self.matrix([name], [rows], columns)
 
     def tied_head(self, name: str, embedding: Tensor, head: str) -> Tensor:
-        self._unused.discard(head)
+        self._unused -= {head, f"{_TEXT[0]}{head}"}
         if self.device.type != "cpu":
             return embedding
         return self.matrix([name], [embedding.shape[0]], embedding.shape[1])  # to be packed: let the file's pages go
@@ -100,7 +105,7 @@ class CheckpointWeights:
     def finish(self) -> None:
         if self._copier is not None:
             self._copier.flush()
-        left = sorted(name for name in self._unused if not name.endswith(_DERIVED))
+        left = sorted(name for name in self._unused if not name.endswith(_DERIVED) and not name.startswith(_VISION))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ConfigError(
@@ -142,8 +147,10 @@ class CheckpointWeights:
     def _found(self, name: str, shape: tuple[int, ...] | None = None) -> str:
         """The checkpoint's name of a tensor. Raises ConfigError if it has none, or another shape."""
         tensors = self._checkpoint.tensors
-        found = name if name in tensors else name.partition(".")[2]  # the bare model has no "model." in front
-        if found not in tensors:
+        bare = name.partition(".")[2]  # the bare model has no "model." in front
+        names = (name, bare, f"{_TEXT[0]}{name}", f"{_TEXT[1]}{bare}")
+        found = next((each for each in names if each in tensors), "")
+        if not found:
             raise ConfigError(f"the checkpoint lacks {name}, which its config.json asks for", param="model")
         self._unused.discard(found)
         if shape is not None and tensors[found].shape != shape:

@@ -6,6 +6,9 @@ Sizes that cannot work raise ConfigError with the numbers and the option to chan
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from aserve.models import ModelSpec
 from aserve.worker.kv_cache import block_bytes
 
 GIB = 1 << 30
+_OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory", re.IGNORECASE)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -97,6 +101,43 @@ def size_pools(config: EngineConfig, spec: ModelSpec, *, available: int) -> Pool
         longest = config.max_model_len
     num_cpu_blocks = min(int(config.swap_space * GIB) // per_block, num_gpu_blocks)
     return PoolSizes(num_gpu_blocks, num_cpu_blocks, longest)
+
+
+def check_host(*, kv_bytes: int, swap_bytes: int) -> None:
+    """Raises ConfigError where pools on the host would not fit what memory the machine has to give.
+
+    Linux gives memory out before it has it: without this the process is killed once the pools are used.
+    """
+    available = _host_available()
+    if available is not None and kv_bytes + swap_bytes > available:
+        option = "--kv-cache-memory" if kv_bytes >= swap_bytes else "--swap-space"
+        raise ConfigError(
+            f"{kv_bytes / GIB:.2f} GiB of KV cache and {swap_bytes / GIB:.2f} GiB of swap space do not fit the "
+            f"{available / GIB:.2f} GiB of memory that are free: lower {option}",
+            param=option[2:].replace("-", "_"),
+        )
+
+
+def _host_available() -> int | None:
+    """Bytes a process may still take without swapping; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+@contextmanager
+def stage(doing: str, options: str) -> Iterator[None]:
+    """Turns running out of memory within into a ConfigError that names what was done and the `options` to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        # torch's host allocator and the CUDA driver have no type of their own for it
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not _OUT_OF_MEMORY.search(reason):
+            raise
+        raise ConfigError(f"out of memory while {doing} ({reason}): {options}", param="memory") from error
 
 
 def cuda_available_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -77,22 +77,10 @@ class ModelRunner:
             torch.set_num_threads(memory.resolve_threads(config))
         self.kernels = _kernels(config, self.device)
         self.limits = memory.resolve_limits(config, self.device)
-        self.model = self._make_model()
+        with memory.stage("loading the weights", "use a smaller model, or a --dtype of 16 bits"):
+            self.model = self._make_model()
         spec = self.model.spec
-        if config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None or not cuda:
-            available = config.kv_cache_memory or memory.GIB
-        else:
-            self._profile()
-            available = memory.cuda_available_bytes(config, self.device)
-        sizes = memory.size_pools(config, spec, available=available)
-        self.pools = KVPools(
-            spec,
-            self.kernels,
-            num_gpu_blocks=sizes.num_gpu_blocks,
-            num_cpu_blocks=sizes.num_cpu_blocks,
-            block_size=config.block_size,
-            device=self.device,
-        )
+        sizes = self._make_pools()
         self.state = SlotState(
             max_num_seqs=self.limits.max_num_seqs,
             max_blocks=-(-sizes.max_model_len // config.block_size),
@@ -103,8 +91,10 @@ class ModelRunner:
         )
         self.sampler = Sampler(self.kernels, spec.vocab_size, self.device)
         self.prompt_logprobs = PromptLogprobs(self.model, self.sampler)
-        self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
+        with memory.stage("making the graphs", "lower --gpu-memory-utilization, or give --enforce-eager"):
+            self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
         logger.info("# GPU blocks: %d, # CPU blocks: %d", sizes.num_gpu_blocks, sizes.num_cpu_blocks)
+        logger.info("the longest request that fits has %d tokens", sizes.max_model_len)
         if cuda:  # a full collection that walks torch's and the model's objects would stop every thread for 0.2 s
             gc.collect()
             gc.freeze()
@@ -181,7 +171,35 @@ class ModelRunner:
             kernels=self.kernels,
             load_format=self.config.load_format,
             seed=self.config.seed,
+            max_positions=self.config.max_model_len,
+            model_impl=self.config.model_impl,
+            trust_remote_code=self.config.trust_remote_code,
         )
+
+    def _make_pools(self) -> memory.PoolSizes:
+        """Sizes the pools by what a profile run leaves, or as asked, and makes them."""
+        config, spec = self.config, self.model.spec
+        cuda = self.device.type == "cuda"
+        if config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None or not cuda:
+            available = config.kv_cache_memory or memory.GIB
+        else:
+            with memory.stage("measuring a step", "lower --max-num-batched-tokens or --max-num-seqs"):
+                self._profile()
+            available = memory.cuda_available_bytes(config, self.device)
+        sizes = memory.size_pools(config, spec, available=available)
+        each = block_bytes(spec, config.block_size)
+        memory.check_host(kv_bytes=0 if cuda else sizes.num_gpu_blocks * each, swap_bytes=sizes.num_cpu_blocks * each)
+        device_options = "--kv-cache-memory, --num-gpu-blocks-override or --gpu-memory-utilization"
+        with memory.stage("making the KV pools", f"lower {device_options}, or --swap-space"):
+            self.pools = KVPools(
+                spec,
+                self.kernels,
+                num_gpu_blocks=sizes.num_gpu_blocks,
+                num_cpu_blocks=sizes.num_cpu_blocks,
+                block_size=config.block_size,
+                device=self.device,
+            )
+        return sizes
 
     def close(self) -> None:
         """Frees the model and the pools."""
