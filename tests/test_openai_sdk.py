@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
@@ -152,39 +152,47 @@ def test_background_responses_are_cancelled(client: openai.OpenAI) -> None:
     assert client.responses.cancel(begun.id).status == "cancelled"
 
 
-class City(pydantic.BaseModel):  # type: ignore[name-defined,misc]
-    name: str
-    size: int
+class Verdict(pydantic.BaseModel):
+    """What a client asks for by a model of its own."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    answer: Literal["yes", "no"]
+    score: int = pydantic.Field(ge=1, le=5)
 
 
-class Answer(pydantic.BaseModel):  # type: ignore[name-defined,misc]
-    sure: bool
+def test_outputs_are_parsed_into_the_clients_own_models(client: openai.OpenAI) -> None:
+    done = client.chat.completions.parse(
+        model="fake", messages=CHAT, temperature=0, max_tokens=300, response_format=Verdict
+    )
+    assert isinstance(done.choices[0].message.parsed, Verdict)
+    response = client.responses.parse(
+        model="fake", input="hi", temperature=0, max_output_tokens=300, text_format=Verdict
+    )
+    assert isinstance(response.output_parsed, Verdict)
+    with client.chat.completions.stream(
+        model="fake", messages=CHAT, temperature=0, max_tokens=300, response_format=Verdict
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Verdict)
 
 
-def test_structured_output_with_pydantic_models(client: openai.OpenAI) -> None:
-    said = client.completions.create(
+def test_a_forced_call_is_a_call(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
         model="fake",
-        prompt='{"name": "Rome", "size": 3}<eos>',
+        messages=CHAT,
         temperature=0,
-        extra_body={"guided_json": City.model_json_schema()},
+        max_tokens=300,
+        tools=[{"type": "function", "function": {"name": "rate", "parameters": Verdict.model_json_schema()}}],
+        tool_choice="required",
+        parallel_tool_calls=False,
     )
-    assert City.model_validate_json(said.choices[0].text) == City(name="Rome", size=3)
-    # Chat's echo does not fit: there the fake model takes the first token that the grammar allows.
-    parsed = client.chat.completions.parse(
-        model="fake", messages=CHAT, temperature=0, max_tokens=2000, response_format=Answer
-    )
-    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    assert done.choices[0].message.tool_calls
+    for call in done.choices[0].message.tool_calls:
+        assert Verdict.model_validate_json(call.function.arguments)
 
 
-def test_required_and_named_tools(client: openai.OpenAI) -> None:
-    tools = [{"type": "function", "function": {"name": "ok", "parameters": {"enum": [{}], "type": "object"}}}]
-    for choice in ("required", {"type": "function", "function": {"name": "ok"}}):
-        message = (
-            client.chat.completions.create(
-                model="fake", messages=CHAT, tools=tools, tool_choice=choice, temperature=0, max_tokens=2000
-            )
-            .choices[0]
-            .message
-        )
-        assert message.tool_calls[0].function.name == "ok"
-        assert json.loads(message.tool_calls[0].function.arguments) == {}
+def test_a_schema_that_cannot_be_honoured_is_a_bad_request(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=CHAT, response_format=form)
+    assert caught.value.param == "response_format"
