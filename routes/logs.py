@@ -12,13 +12,14 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from queue import Empty, Full, Queue
 from typing import Any, Literal, TextIO
 
 LogFormat = Literal["text", "json"]
 MAX_WAITING = 10_000  # lines
+_BATCH = 64  # lines written at once
 _FLUSH_SECONDS = 1.0
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -68,21 +69,22 @@ class ThreadHandler(logging.Handler):
         super().close()
 
     def _write(self) -> None:
+        told = 0
         while (line := self._lines.get()) is not None:
-            text = line
-            try:
-                while (more := self._lines.get_nowait()) is not None:
-                    text += more
-            except Empty:
-                more = ""
-            if self.num_dropped:
-                text += f"{self.num_dropped} log lines were dropped so far\n"
+            lines: list[str | None] = [line]
+            with suppress(Empty):
+                while lines[-1] is not None and len(lines) < _BATCH:
+                    lines.append(self._lines.get_nowait())
+            text = "".join([each for each in lines if each is not None])
+            if self.num_dropped > told:
+                told = self.num_dropped
+                text += f"{told} log lines were dropped so far\n"
             try:
                 self._out.write(text)
                 self._out.flush()
             except (OSError, ValueError):  # stderr is gone
                 return
-            if more is None:
+            if lines[-1] is None:
                 return
 
 
