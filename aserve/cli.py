@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from aserve import bench
 from aserve.config import EngineConfig
@@ -69,8 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the usage of some fifty options would push it off the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"aserve: error: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="aserve", description="An asyncio-native server for language models.")
+    parser = _Parser(prog="aserve", description="An asyncio-native server for language models.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in SUBCOMMANDS:
         add(commands)

@@ -2,8 +2,8 @@
 
 A matrix product at a small batch streams its weights once; with pages of 4 KiB it stalls on address translation and
 the hardware prefetcher stops at each page's end. Gathering the pages takes as long as packing, so one daemon thread
-does it behind the loading and ends when nothing is left. A hint only: where the system has no such call nothing
-changes.
+does it once the loading is over, and ends when nothing is left. A hint only: where the system has no such call
+nothing changes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _HUGE = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1 and newer: now, rather than when the kernel's own scan comes by
 
+_QUIET = 0.5  # seconds without a new weight after which a model is loaded
+
 _queue: deque[weakref.ref[Tensor]] = deque()
 _lock = threading.Lock()
+_arrived = threading.Event()
 _thread: threading.Thread | None = None
 
 
@@ -34,6 +37,7 @@ def use_huge_pages(packed: Tensor) -> None:
         return
     with _lock:
         _queue.append(weakref.ref(packed))
+        _arrived.set()
         if _thread is None:
             _thread = threading.Thread(target=_collapse_all, name="aserve-huge-pages", daemon=True)
             _thread.start()
@@ -42,6 +46,9 @@ def use_huge_pages(packed: Tensor) -> None:
 def _collapse_all() -> None:
     global _thread
     while True:
+        if _arrived.is_set():
+            while _arrived.wait(_QUIET):
+                _arrived.clear()
         with _lock:
             if not _queue:
                 _thread = None

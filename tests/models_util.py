@@ -100,10 +100,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_reference(case: str) -> Any:
+def make_reference(case: str, **changes: Any) -> Any:
     """transformers' model of a case: random weights by a fixed seed, large enough that greedy draws have gaps."""
     class_name, options = TINY[case]
-    config = getattr(transformers, class_name)(**(SHAPE | options))
+    config = getattr(transformers, class_name)(**(SHAPE | options | changes))
     config._attn_implementation = "eager"
     torch.manual_seed(20)
     return randomize(transformers.AutoModelForCausalLM.from_config(config))

@@ -52,9 +52,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(case: str) -> Any:
+def make(case: str, **changes: Any) -> Any:
     class_name, options = CASES[case]
-    config = getattr(transformers, class_name)(**(SHAPE | options))
+    config = getattr(transformers, class_name)(**(SHAPE | options | changes))
     torch.manual_seed(20)
     return randomize(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
