@@ -77,7 +77,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="aserve", description="An asyncio-native server for language models.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="aserve", description="An asyncio-native server for language models."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in SUBCOMMANDS:
         add(commands)
