@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aserve.beams import Beam, BeamSearch, beam_search, run_beams
+    from aserve.chat_template import ChatMessage
     from aserve.client import Client
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
@@ -42,6 +43,7 @@ __all__ = [
     "AuthenticationError",
     "Beam",
     "BeamSearch",
+    "ChatMessage",
     "Client",
     "Completion",
     "ConfigError",
@@ -74,6 +76,7 @@ __all__ = [
 _MODULES = {
     "Beam": "beams",
     "BeamSearch": "beams",
+    "ChatMessage": "chat_template",
     "Client": "client",
     "Completion": "request",
     "Delta": "request",

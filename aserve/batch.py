@@ -175,7 +175,7 @@ class Batch:
         draft.decoding = self._decode_seats
         slots = self._decode_slots
         draft.num_tokens = len(slots)
-        if self._constrained:
+        if self._constrained:  # before those that make their last draw leave
             draft.mask(draft.decoding)
         for seat in draft.decoding:
             sequence = seat.sequence

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
 
 from aserve.errors import ConfigError, InvalidRequestError
 
@@ -21,7 +21,26 @@ if TYPE_CHECKING:
     import jinja2
     from jinja2 import Template
 
-Message = Mapping[str, Any]
+Message = Mapping[str, Any]  # a ChatMessage, or what else a template knows
+
+
+class TextPart(TypedDict):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(TypedDict, total=False):
+    """One turn of a conversation. `tool_calls` are a past turn's, in OpenAI's form; their arguments are an object."""
+
+    role: Required[str]
+    content: str | list[TextPart] | None
+    name: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    reasoning_content: str
+
 
 BUILTIN: Mapping[str, str] = {
     "plain": (

@@ -77,7 +77,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="aserve", description="An asyncio-native server for language models.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="aserve", description="An asyncio-native server for language models."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in SUBCOMMANDS:
         add(commands)
@@ -140,6 +142,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument(
         "--api-key-file", action="append", default=[], metavar="FILE", help="a file with one key a line; repeatable"
     )
+    http.add_argument(
+        "--max-requests-per-key", type=int, metavar="N", help="that an API key may have in flight (default: any number)"
+    )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="repeatable; * is any")
     http.add_argument("--root-path", default="", metavar="PATH", help="where a proxy mounts the server")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="serve HTTPS with this private key")
@@ -153,6 +158,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="between comments on a stream (default: %(default)s)",
     )
     _add_stream_flags(http)
+    http.add_argument("--log-requests", action="store_true", help="log the beginning of each body, prompts included")
     http.add_argument(
         "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or mistral"
     )
@@ -168,6 +174,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     http.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: %(default)s)"
+    )
+    http.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of the lines on stderr (default: %(default)s)"
     )
     http.add_argument(
         "--app", metavar="pkg.module:create_app", help="your own create_app(engine) -> ASGI app, in place of aserve's"
@@ -228,6 +237,7 @@ def _serve(args: argparse.Namespace) -> int:
         port=args.port,
         served_model_names=tuple(args.served_model_name),
         api_keys=(*args.api_key, *(key for file in args.api_key_file for key in _read_keys(file))),
+        max_requests_per_key=args.max_requests_per_key,
         cors_origins=tuple(args.cors_origin),
         max_body_bytes=args.max_body_bytes,
         ping_interval=args.ping_interval,
@@ -236,11 +246,13 @@ def _serve(args: argparse.Namespace) -> int:
         journal_bytes=args.journal_bytes,
         slow_client=args.slow_client,
         max_unsent_bytes=args.max_unsent_bytes,
+        log_requests=args.log_requests,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         drain_timeout=args.drain_timeout,
         exit_on_death=args.exit_on_death,
         log_level=args.log_level,
+        log_format=args.log_format,
         root_path=args.root_path,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,

@@ -21,6 +21,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 from aserve import loading
 from aserve.admission import Limits, admit
+from aserve.bad_words import free_of
 from aserve.chat_template import Message
 from aserve.config import EngineConfig
 from aserve.constraint import Constraint
@@ -359,6 +360,8 @@ class Engine:
             params = params or SamplingParams(**self._model.sampling)
             prompt = await encode()
             constraints = await self._structured.constraints(params.structured, params.n)
+            if params.bad_words:  # never together with the other
+                constraints = free_of(params.bad_words, self.tokenizer, self.info.vocab_size, params.n)
             self.check()
             request = self._admit(key, prompt, params, constraints, options, arrival)
         except AserveError:

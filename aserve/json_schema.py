@@ -11,6 +11,8 @@ from typing import Any
 
 MAX_DEPTH = 64
 MARGIN = 1e-9  # between an exclusive bound and the nearest number that is written
+MAX_OPTIONAL = 256  # properties of one object that may be left out: each adds to the work of every token
+MAX_PROPERTIES = 2048  # in all; compiling grows with their square
 MAX_STRING_RULES = 8  # patterns and formats that may meet on one string: intersecting them doubles with each
 _STRING_RULES = ("pattern", "format")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -35,8 +37,18 @@ def prepare(schema: Any) -> Schema:
     if not isinstance(schema, dict):
         raise ValueError("it must be an object or a boolean")
     _check_depth(schema)
+    num_properties = 0
     for node in _walk(schema):
         _check(node, schema)
+        properties, required = node.get("properties"), node.get("required")
+        if isinstance(properties, dict):
+            num_properties += len(properties)
+            num_optional = len(properties) - (len(required) if isinstance(required, list) else 0)
+            if num_optional > MAX_OPTIONAL or num_properties > MAX_PROPERTIES:
+                raise ValueError(
+                    f"it has too many properties: at most {MAX_PROPERTIES} are allowed, {MAX_OPTIONAL} of one object "
+                    "optional"
+                )
     prepared: Schema = _rewrite(schema, schema)
     return prepared
 

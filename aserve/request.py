@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 256
 
 
 class Phase(enum.Enum):
@@ -73,6 +74,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()  # token sequences that may not come, as the tokenizer writes these texts
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -81,7 +83,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
@@ -112,6 +114,8 @@ class SamplingParams:
             raise InvalidRequestError("allowed_token_ids must name at least one token", param="allowed_token_ids")
         if self.structured is not None:
             _check_structured(self)
+        if self.bad_words:
+            _check_bad_words(self)
 
     @property
     def greedy(self) -> bool:
@@ -154,6 +158,16 @@ def _check_structured(params: SamplingParams) -> None:
     for name, given in (("min_tokens", params.min_tokens), ("allowed_token_ids", params.allowed_token_ids)):
         if given:
             raise InvalidRequestError(f"{name} cannot be combined with {params.structured.name}", param=name)
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    """Refuses what is no list of words, and what could leave a draw with no token at all."""
+    words = params.bad_words
+    if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word.strip() for word in words):
+        raise InvalidRequestError(f"bad_words must be at most {MAX_BAD_WORDS} texts, none empty", param="bad_words")
+    for name in ("allowed_token_ids", "structured"):
+        if getattr(params, name) is not None:
+            raise InvalidRequestError(f"bad_words cannot be combined with {name}", param="bad_words")
 
 
 class Usage(NamedTuple):

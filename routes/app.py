@@ -40,9 +40,11 @@ def create_app(
     *,
     served_model_names: Sequence[str] = (),
     api_keys: Sequence[str] = (),
+    max_requests_per_key: int | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
     ping_interval: float = 15.0,
+    log_requests: bool = False,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     resume_grace: float = 0.0,
@@ -54,52 +56,27 @@ def create_app(
     """The application. The engine's own name is served where no names are given.
 
     `ping_interval` is seconds between comments on an idle stream. A stream whose client is cut off runs on for
-    `resume_grace` seconds, or for what the request asks for, up to `max_resume_grace`; its journal, and what waits for
-    the client meanwhile, may take `journal_bytes` each. A client that leaves more than `max_unsent_bytes` unread is
-    slow, and `slow_client` says what happens to its stream. A mounted app's lifespan is never run by its host,
-    which must start the engine itself. `tool_call_parser` (hermes, llama3_json, mistral) and `reasoning_parser`
-    (deepseek_r1, qwen3, think) say how the model writes its calls and thoughts. Raises ConfigError for another.
+    `resume_grace` seconds, or for what the request asks for, up to `max_resume_grace`; its journal, and what waits
+    for the client meanwhile, may take `journal_bytes` each. A client that leaves more than `max_unsent_bytes`
+    unread is slow, and `slow_client` says what happens to its stream. A mounted app's lifespan is never run by its
+    host, which must start the engine itself. `log_requests` logs the beginning of each body. `tool_call_parser`
+    (hermes, llama3_json, mistral) and `reasoning_parser` (deepseek_r1, qwen3, think) say how the model writes its
+    calls and thoughts. Raises ConfigError for another.
     """
     options = Options(
         served_model_names=tuple(served_model_names),
         max_body_bytes=max_body_bytes,
         ping_interval=ping_interval,
+        log_requests=log_requests,
         turn_format=TurnFormat(tool_call_parser, reasoning_parser),
         slow_client=slow_client,
         max_unsent_bytes=max_unsent_bytes,
     )
     live = Live()
     sessions = Sessions(live, grace=resume_grace, max_grace=max_resume_grace, limit=journal_bytes)
-    admin = Admin(engine, live, options)
-    models = Models(engine, options)
-    dashboard = Dashboard(engine)
-    store = ResponseStore()
-    stored = StoredResponses(store)
     app = Starlette(
-        routes=[
-            Route("/v1/completions", Completions(engine, live, sessions, options), methods=["POST"]),
-            Route("/v1/chat/completions", ChatCompletions(engine, live, sessions, options), methods=["POST"]),
-            Route("/v1/responses", Responses(engine, live, sessions, options, store=store), methods=["POST"]),
-            Route("/v1/responses/{id}", stored.retrieve),
-            Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
-            Route("/v1/models", models.list),
-            Route("/v1/models/{id:path}", models.retrieve),
-            Route("/v1/requests/{id}", admin.cancel, methods=["DELETE"]),
-            Route("/v1/streams/{id}", StreamEndpoint(sessions), methods=["GET"]),
-            Route("/tokenize", admin.tokenize, methods=["POST"]),
-            Route("/detokenize", admin.detokenize, methods=["POST"]),
-            Route("/health", admin.health),
-            Route("/ready", admin.ready),
-            Route("/version", admin.version),
-            Route("/load", admin.load),
-            Route("/metrics", admin.metrics),
-            Route("/openapi.json", OpenAPI().get),
-            Route("/docs", DocsPage().get),
-            Route("/dashboard", dashboard.page),
-            Route("/v1/stats/stream", dashboard.stream),
-        ],
-        middleware=_middleware(engine, api_keys, cors_origins),
+        routes=_routes(engine, live, sessions, options),
+        middleware=_middleware(engine, api_keys, max_requests_per_key, cors_origins),
         exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},
         lifespan=_lifespan(engine),
     )
@@ -107,7 +84,40 @@ def create_app(
     return app
 
 
-def _middleware(engine: Engine, api_keys: Sequence[str], cors_origins: Sequence[str]) -> list[Middleware]:
+def _routes(engine: Engine, live: Live, sessions: Sessions, options: Options) -> list[Route]:
+    admin = Admin(engine, live, options)
+    models = Models(engine, options)
+    dashboard = Dashboard(engine)
+    store = ResponseStore()
+    stored = StoredResponses(store)
+    return [
+        Route("/v1/completions", Completions(engine, live, sessions, options), methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletions(engine, live, sessions, options), methods=["POST"]),
+        Route("/v1/responses", Responses(engine, live, sessions, options, store=store), methods=["POST"]),
+        Route("/v1/responses/{id}", stored.retrieve),
+        Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
+        Route("/v1/models", models.list),
+        Route("/v1/models/{id:path}", models.retrieve),
+        Route("/v1/requests/{id}", admin.cancel, methods=["DELETE"]),
+        Route("/v1/streams/{id}", StreamEndpoint(sessions), methods=["GET"]),
+        Route("/tokenize", admin.tokenize, methods=["POST"]),
+        Route("/detokenize", admin.detokenize, methods=["POST"]),
+        Route("/health", admin.health),
+        Route("/ready", admin.ready),
+        Route("/version", admin.version),
+        Route("/load", admin.load),
+        Route("/metrics", admin.metrics),
+        Route("/openapi.json", OpenAPI().get),
+        Route("/docs", DocsPage().get),
+        Route("/dashboard", dashboard.page),
+        Route("/v1/stats/stream", dashboard.stream),
+    ]
+
+
+def _middleware(
+    engine: Engine, api_keys: Sequence[str], max_requests: int | None, cors_origins: Sequence[str]
+) -> list[Middleware]:
     stack = [Middleware(RequestLog, engine=engine)]
     if cors_origins:
         stack.append(
@@ -120,7 +130,7 @@ def _middleware(engine: Engine, api_keys: Sequence[str], cors_origins: Sequence[
             )
         )
     if api_keys:
-        stack.append(Middleware(ApiKeys, keys=api_keys))
+        stack.append(Middleware(ApiKeys, keys=api_keys, limit=max_requests))
     return stack
 
 

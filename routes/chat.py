@@ -72,7 +72,8 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
     def turn(self, job: Job[ChatBody]) -> Turn | None:
         """The parsers of one choice, None where its text is its content."""
         prompt = job.streams[0].prompt_token_ids
-        return self.options.turn_format.turn(job.body.tool_use(), prompt, self.engine.tokenizer)
+        structured = job.params.structured is not None
+        return self.options.turn_format.turn(job.body.tool_use(), prompt, self.engine.tokenizer, structured=structured)
 
     def envelope(self, job: Job[ChatBody], kind: str) -> dict[str, Any]:
         """The fields of a response, and of every chunk of a streamed one, that do not change."""

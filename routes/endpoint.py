@@ -6,6 +6,7 @@ refused is refused here, before the response starts. It never leaves a stream op
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
@@ -26,6 +27,10 @@ from routes.schemas import parse, unknown_fields
 from routes.sse import EventStream, Renderer
 from routes.turn import TurnFormat
 
+log = logging.getLogger("aserve.requests")
+
+_SHOWN_BYTES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -36,6 +41,7 @@ class Options:
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
     stall_timeout: float = 60.0
+    log_requests: bool = False  # bodies, shortened: prompts too
     turn_format: TurnFormat = field(default_factory=TurnFormat)
     slow_client: SlowReader = "coalesce"
     max_unsent_bytes: int = 1 << 20
@@ -91,6 +97,8 @@ class GenerationEndpoint(ABC, Generic[B]):
             record: Record = scope["aserve.record"]
             grace = self.sessions.grace_of(scope)
             raw = await read_body(scope, receive, self.options.max_body_bytes)
+            if self.options.log_requests:
+                log.info("id=%s %s", record.label, _shown(raw))
             body: B = parse(raw, self.kind)
             body.check()
             model = self.options.check_model(self.engine, body.model)
@@ -151,3 +159,9 @@ async def close_all(streams: Sequence[Stream]) -> None:
     """Cancels what is unfinished."""
     for stream in streams:
         await stream.aclose()
+
+
+def _shown(raw: bytes) -> str:
+    """A body for the log: one line, of a bounded length."""
+    text = repr(raw[:_SHOWN_BYTES].decode("utf-8", "replace"))
+    return text if len(raw) <= _SHOWN_BYTES else f"{text}... ({len(raw)} bytes)"

@@ -10,11 +10,12 @@ import hmac
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aserve import AuthenticationError, Engine
+from aserve import AuthenticationError, Engine, OverloadedError
 from routes.http import error_response, header
 from routes.records import Record
 
@@ -54,6 +55,7 @@ class RequestLog:
         try:
             await self.app(scope, receive, labelled)
         finally:
+            fields = {"method": scope["method"], "path": scope["path"], "status": status, "request_id": record.label}
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             log.log(
                 level,
@@ -63,21 +65,50 @@ class RequestLog:
                 status or "-",
                 record.describe(),
                 record.label,
+                extra={"fields": fields | record.fields()},
             )
 
 
-class ApiKeys:
-    """Asks for `Authorization: Bearer KEY` on every path but OPEN_PATHS."""
+class TooManyRequestsError(OverloadedError):
+    """The key has as many requests in flight as it may have."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_requests"
+
+
+class ApiKeys:
+    """Asks for `Authorization: Bearer KEY` on every path but OPEN_PATHS. With `limit`, a key may have that many
+    requests in flight."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], limit: int | None = None) -> None:
         self.app = app
+        self._limit = limit
+        self._num_open: Counter[bytes] = Counter()
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._allows(scope):
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif self._allows(scope):
+            await self._bounded(scope, receive, send)
+        else:
+            await error_response(AuthenticationError("no or wrong API key"))(scope, receive, send)
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = scope.get("aserve.api_key")
+        if self._limit is None or key is None:
             await self.app(scope, receive, send)
             return
-        await error_response(AuthenticationError("no or wrong API key"))(scope, receive, send)
+        if self._num_open[key] >= self._limit:
+            refusal = TooManyRequestsError(f"this API key has {self._limit} requests in flight already")
+            await error_response(refusal)(scope, receive, send)
+            return
+        self._num_open[key] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._num_open[key] -= 1
 
     def _allows(self, scope: Scope) -> bool:
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:

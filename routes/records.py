@@ -71,15 +71,26 @@ class Record:
         """Notes how it ended."""
         self.outcome = "disconnected" if gone else (error.code or error.type) if error else "ok"
 
+    def fields(self) -> dict[str, float | int | str]:
+        """Tokens and times, for structured logs."""
+        fields: dict[str, float | int | str] = {}
+        if self.streams:
+            fields["prompt_tokens"] = sum(len(stream.prompt_token_ids) for stream in self.streams)
+            fields["completion_tokens"] = sum(stream.usage.completion_tokens for stream in self.streams)
+        if self.first_token is not None:
+            fields["ttft"] = round(self.first_token - self.start, 6)
+        fields["total"] = round(time.perf_counter() - self.start, 6)
+        if self.outcome:
+            fields["outcome"] = self.outcome
+        return fields
+
     def describe(self) -> str:
-        """Tokens and times, for the log."""
+        """The same on one line."""
+        fields = self.fields()
         parts = []
         if self.streams:
-            prompt = sum(len(stream.prompt_token_ids) for stream in self.streams)
-            parts.append(f"prompt={prompt} completion={sum(s.usage.completion_tokens for s in self.streams)}")
-        if self.first_token is not None:
-            parts.append(f"ttft={self.first_token - self.start:.3f}s")
-        parts.append(f"total={time.perf_counter() - self.start:.3f}s")
+            parts.append(f"prompt={fields['prompt_tokens']} completion={fields['completion_tokens']}")
+        parts += [f"{name}={fields[name]:.3f}s" for name in ("ttft", "total") if name in fields]
         if self.outcome not in ("", "ok"):
             parts.append(self.outcome)
         return " ".join(parts)

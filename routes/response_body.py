@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from aserve import InvalidRequestError, SamplingParams
+from aserve import InvalidRequestError, SamplingParams, StructuredOutput
 from routes.schemas import MAX_TOP_LOGPROBS, Body, Message, conversation, tool_use
+from routes.structured import tool_calls
 from routes.turn import ToolUse
 
 LOGPROBS = "message.output_text.logprobs"
@@ -106,6 +107,9 @@ class ResponseBody(Body, kw_only=True):
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         return tool_use(self.chat_tools(), choice, parallel=self.parallel_tool_calls is not False)
+
+    def forced_calls(self) -> StructuredOutput | None:
+        return tool_calls(self.chat_tools(), self.tool_use())
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as chat messages, without the instructions. Raises InvalidRequestError."""

@@ -67,7 +67,10 @@ class Responses(GenerationEndpoint[ResponseBody]):
     def frames(self, job: Job[ResponseBody], position: int = 0) -> ResponseFrames:
         """The response as it begins, stored where it is to be."""
         stream = job.streams[position]
-        turn = self.options.turn_format.turn(job.body.tool_use(), stream.prompt_token_ids, self.engine.tokenizer)
+        structured = job.params.structured is not None
+        turn = self.options.turn_format.turn(
+            job.body.tool_use(), stream.prompt_token_ids, self.engine.tokenizer, structured=structured
+        )
         writer = ResponseWriter(_response(job), stream.key)
         entry = Entry(writer.response, self.conversation(job.body), self.live.record(stream), stream)
         if job.body.store is not False:

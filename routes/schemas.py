@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from aserve import InvalidRequestError, SamplingParams
+from aserve import InvalidRequestError, SamplingParams, StructuredOutput
 from routes import choices
-from routes.structured import structured_output
+from routes.structured import structured_output, tool_calls
 from routes.turn import ToolUse
 
 Prompt = str | list[int]
@@ -72,14 +72,13 @@ class Body(msgspec.Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
+    bad_words: list[str] | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    # Known, and not offered: any value but the one that asks for nothing is refused, never ignored.
-    bad_words: Any = None
 
     @property
     def wants_usage(self) -> bool:
@@ -94,14 +93,7 @@ class Body(msgspec.Struct, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raises InvalidRequestError for a feature this server does not offer, or a deadline that is none."""
-        harmless: dict[str, tuple[Any, ...]] = {
-            "bad_words": ([],),
-        }
-        for name in _NOT_OFFERED:
-            value = getattr(self, name)
-            if value is not None and value not in harmless.get(name, ()):
-                raise InvalidRequestError(f"{name} is not supported by this server", param=name)
+        """Raises InvalidRequestError, naming the field, for what no other part of the way would notice."""
         choices.check(self)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
@@ -123,22 +115,21 @@ class Body(msgspec.Struct, kw_only=True):
         }
         return {name: value for name, value in given.items() if value is not None}
 
+    def forced_calls(self) -> StructuredOutput | None:
+        """The tool calls that the output has to be; None where it may be text."""
+        return None
+
     def sampling(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
         """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
-        given["structured"] = structured_output(self)
+        given["structured"] = structured_output(self, self.forced_calls())
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         return SamplingParams(**{**defaults, **given})
 
 
-_NOT_OFFERED = ("bad_words",)
-_DIRECT = tuple(
-    field.name
-    for field in dataclasses.fields(SamplingParams)
-    if field.name in Body.__struct_fields__ and field.name not in _NOT_OFFERED
-)
+_DIRECT = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name in Body.__struct_fields__)
 
 
 class CompletionBody(Body, kw_only=True):
@@ -214,8 +205,7 @@ class ChatBody(Body, kw_only=True):
 
     def check(self) -> None:
         Body.check(self)
-        if self.tool_use().choice in ("required", "named"):
-            raise InvalidRequestError("tool_choice must be none or auto on this server", param="tool_choice")
+        self.tool_use()
         for name in ("functions", "function_call"):
             if getattr(self, name) is not None:
                 raise InvalidRequestError(f"{name} is not supported by this server; use tools", param=name)
@@ -239,6 +229,9 @@ class ChatBody(Body, kw_only=True):
     def tool_use(self) -> ToolUse:
         """What the model may call. Raises InvalidRequestError for tools that are none, or a choice among others."""
         return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    def forced_calls(self) -> StructuredOutput | None:
+        return tool_calls(self.tools or (), self.tool_use())
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as plain dicts, text parts joined by newlines. Raises InvalidRequestError."""

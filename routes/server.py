@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 
 from aserve import ConfigError, Engine, EngineConfig, SlowReader
 from routes.app import create_app
+from routes.logs import LogFormat, logging_to_stderr
 
 log = logging.getLogger("aserve.server")
 
@@ -41,6 +42,7 @@ class ServerOptions:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    max_requests_per_key: int | None = None
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     ping_interval: float = 15.0
@@ -49,11 +51,13 @@ class ServerOptions:
     journal_bytes: int = 1 << 20
     slow_client: SlowReader = "coalesce"
     max_unsent_bytes: int = 1 << 20
+    log_requests: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     drain_timeout: float = 30.0
     exit_on_death: bool = True
     log_level: str = "info"
+    log_format: LogFormat = "text"
     root_path: str = ""  # where a proxy mounts the server
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -65,24 +69,18 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
-    set_up_logging(options)
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    with bind(options.host, options.port) as listener:
+    with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
         return serve_engine(Engine(config), listener, options)
-
-
-def set_up_logging(options: ServerOptions) -> None:
-    """Log lines go to stderr."""
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     """`serve`, for an engine that is made but not started, on a listening socket."""
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     log.info("listening on %s://%s:%d, loading the model", scheme, f"[{host}]" if ":" in host else host, port)
-    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
     settings = uvicorn.Config(
         build_app(engine, options),
         loop="uvloop",
@@ -136,6 +134,7 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             engine,
             served_model_names=options.served_model_names,
             api_keys=options.api_keys,
+            max_requests_per_key=options.max_requests_per_key,
             cors_origins=options.cors_origins,
             max_body_bytes=options.max_body_bytes,
             ping_interval=options.ping_interval,
@@ -144,6 +143,7 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             journal_bytes=options.journal_bytes,
             slow_client=options.slow_client,
             max_unsent_bytes=options.max_unsent_bytes,
+            log_requests=options.log_requests,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
         )

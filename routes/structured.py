@@ -1,14 +1,17 @@
 """The many names of one thing: which field of a body asks for structured output, and for what.
 
-schemas.py calls it for both generation endpoints. OpenAI's `response_format`, vLLM's `structured_outputs` and its older
-`guided_*` fields all become one StructuredOutput; two that both ask for something are refused.
+schemas.py calls it for the generation endpoints. OpenAI's `response_format`, vLLM's `structured_outputs` and its older
+`guided_*` fields, and a `tool_choice` that leaves no choice all become one StructuredOutput; two that both ask for
+something are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from aserve import InvalidRequestError, StructuredOutput
+from routes.turn import ToolUse
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -30,9 +33,11 @@ class Body(Protocol):
     guided_grammar: Any
 
 
-def structured_output(body: Body) -> StructuredOutput | None:
-    """What the body asks for, None where that is plain text. Raises InvalidRequestError, naming the field."""
-    found = [
+def structured_output(body: Body, calls: StructuredOutput | None = None) -> StructuredOutput | None:
+    """What the body asks for beside its tools' `calls`, None where that is plain text. Raises InvalidRequestError,
+    naming the field."""
+    found = [] if calls is None else [calls]
+    found += [
         _make(kind, getattr(body, name), name) for name, kind in _GUIDED.items() if getattr(body, name) is not None
     ]
     if body.structured_outputs is not None:
@@ -43,6 +48,48 @@ def structured_output(body: Body) -> StructuredOutput | None:
     if len(found) > 1:
         raise InvalidRequestError(f"{found[0].name} and {found[1].name} exclude each other", param=found[1].name)
     return found[0] if found else None
+
+
+def tool_calls(tools: Sequence[Mapping[str, Any]], use: ToolUse) -> StructuredOutput | None:
+    """What makes a model call where tool_choice says it must, None where it need not: the arguments of the one tool
+    that is named, or a list of calls. turn.py reads both back."""
+    if use.choice not in ("required", "named"):
+        return None
+    parameters = {}
+    for tool in tools:
+        function = tool["function"]
+        if function["name"] in use.names:
+            parameters[function["name"]] = function.get("parameters") or {"type": "object"}
+    if use.choice == "named":
+        return _make("json_schema", parameters[use.names[0]], "tool_choice")
+    definitions = {f"tool{i}": _moved(schema, f"#/$defs/tool{i}") for i, schema in enumerate(parameters.values())}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{i}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for i, name in enumerate(parameters)
+    ]
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+    if not use.parallel:
+        schema["maxItems"] = 1
+    return _make("json_schema", schema, "tool_choice")
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with its local references as they are once it stands at `place` of another."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: place + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for name, value in schema.items()
+    }
 
 
 def _from_response_format(value: Any) -> StructuredOutput | None:

@@ -81,10 +81,13 @@ class TurnFormat:
         """True where calls cannot be seen in a text that leaves special tokens out."""
         return self.tool_call_parser in SPECIAL_TAGS
 
-    def turn(self, tools: ToolUse, prompt: Sequence[int], decoder: Decoder | None) -> Turn | None:
-        """The parsers of one choice; None where its text is its content."""
+    def turn(
+        self, tools: ToolUse, prompt: Sequence[int], decoder: Decoder | None, *, structured: bool = False
+    ) -> Turn | None:
+        """The parsers of one choice; None where its text is its content. A `structured` output has a form of its own
+        from its first token on: no thoughts, and calls only where they are that form."""
         reasoning = parser = None
-        if self.reasoning_parser is not None and decoder is not None:
+        if self.reasoning_parser is not None and decoder is not None and not structured:
             opened = self.reasoning_parser == "deepseek_r1"
             opened = opened or opens_reasoning(decoder.decode(prompt[-_PROMPT_END:], False))
             reasoning = ReasoningParser(opened=opened)
@@ -93,7 +96,7 @@ class TurnFormat:
             style = required
         elif tools.choice == "named":
             style = named(tools.names[0])
-        elif tools.choice == "auto" and tools.names and self.tool_call_parser is not None:
+        elif tools.choice == "auto" and tools.names and self.tool_call_parser is not None and not structured:
             style = STYLES[self.tool_call_parser]
         if style is not None:
             parser = ToolParser(style, tools.names, short_ids=self.tool_call_parser == "mistral")

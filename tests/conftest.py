@@ -8,6 +8,13 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--live", metavar="URL", help="run what can against this server, in place of one of the tests' own"
+    )
+    parser.addoption("--soak", metavar="SECONDS", type=float, help="how long the soak test loads the server")
+
+
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"

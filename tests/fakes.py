@@ -264,7 +264,7 @@ class FakeRunner:
 def _masked(update: SlotUpdate, mask: bytes) -> SlotUpdate:
     """The slot as if its request allowed only the mask's tokens."""
     allowed = tuple(token for token in range(len(mask) * 8) if mask[token // 8] >> (token % 8) & 1)
-    return update._replace(params=replace(update.params, structured=None, allowed_token_ids=allowed))
+    return update._replace(params=replace(update.params, structured=None, bad_words=(), allowed_token_ids=allowed))
 
 
 _ids = itertools.count(1)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import PIPE
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import httpx
@@ -20,35 +20,41 @@ LONG = {"prompt": "abc", "max_tokens": 4000, "temperature": 0, "stream": True}
 class Process:
     """A running server."""
 
-    def __init__(self, child: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, child: subprocess.Popen[str], log: IO[bytes], port: int) -> None:
         self.child = child
+        self._log = log
         self.url = f"http://127.0.0.1:{port}"
+
+    def log(self) -> str:
+        """What it has said on stderr."""
+        self._log.seek(0)
+        return self._log.read().decode()
 
     def wait(self) -> int:
         return self.child.wait(timeout=30)
 
 
 @contextmanager
-def server(*, log: IO[str] | int = PIPE, **options: Any) -> Iterator[Process]:
-    """A server over the fake model that answers /health with 200. Options are those of serve_fake.py. `log` takes its
-    log; a pipe holds 64 KiB of it."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve_fake", "0", json.dumps(options)],
-        cwd=ROOT,
-        stdout=PIPE,
-        stderr=log,
-        text=True,
-    )
-    try:
-        assert child.stdout is not None
-        process = Process(child, int(child.stdout.readline()))
-        with httpx.Client(timeout=30) as client:
-            while client.get(process.url + "/health").status_code != 200:
-                pass
-        yield process
-    finally:
-        child.kill()
-        child.communicate()
+def server(**options: Any) -> Iterator[Process]:
+    """A server over the fake model that answers /health with 200. Options are those of serve_fake.py."""
+    with TemporaryFile() as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.serve_fake", "0", json.dumps(options)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            assert child.stdout is not None
+            process = Process(child, log, int(child.stdout.readline()))
+            with httpx.Client(timeout=30) as client:
+                while client.get(process.url + "/health").status_code != 200:
+                    pass
+            yield process
+        finally:
+            child.kill()
+            child.communicate()
 
 
 def events(lines: Iterator[str]) -> Iterator[Any]:

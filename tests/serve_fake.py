@@ -2,19 +2,24 @@
 
 The JSON object has fields of ServerOptions and of EngineConfig, and `fault`: what goes wrong once a request's prompt
 begins with "!" (see FaultyRunner). A step takes `step` seconds (5 ms), so that signals arrive while streams are open.
+SIGUSR1 prints how many tasks the loop has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import signal
 import sys
 import time
+from collections import deque
 from typing import Any
 
 from aserve import Engine, EngineConfig
 from aserve.executors.thread import ThreadExecutor
-from routes.server import ServerOptions, bind, serve_engine, set_up_logging
+from routes.logs import logging_to_stderr
+from routes.server import ServerOptions, bind, serve_engine
 from tests.faults.runner import FaultyRunner
 from tests.serving import TOKENIZER, VOCAB_SIZE
 
@@ -27,7 +32,6 @@ def main(port: int, given: dict[str, Any]) -> int:
         tool_call_parser="hermes", **{name: value for name, value in given.items() if name in names}
     )
     config = EngineConfig(model="fake", **{name: value for name, value in given.items() if name not in names})
-    set_up_logging(options)
     runner = FaultyRunner(
         fault=fault,
         num_gpu_blocks=4096,
@@ -36,8 +40,13 @@ def main(port: int, given: dict[str, Any]) -> int:
         vocab_size=VOCAB_SIZE,
         before_step=lambda plan: time.sleep(step),
     )
+    runner.plans = deque(maxlen=1)  # type: ignore[assignment]  # tests in one process look at all of them
+    if config.max_num_seqs is not None:
+        most = max(config.max_num_seqs, runner.info.max_num_batched_tokens)
+        runner.info = dataclasses.replace(runner.info, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=most)
     engine = Engine(config, executor=ThreadExecutor(runner), tokenizer=TOKENIZER)
-    with bind("127.0.0.1", port) as listener:
+    signal.signal(signal.SIGUSR1, lambda *_: print(len(asyncio.all_tasks(engine._loop)), flush=True))
+    with logging_to_stderr(options.log_level, options.log_format), bind("127.0.0.1", port) as listener:
         print(listener.getsockname()[1], flush=True)
         return serve_engine(engine, listener, options)
 

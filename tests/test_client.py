@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
@@ -19,6 +20,7 @@ from aserve import (
     OverloadedError,
     RequestFailedError,
 )
+from tests.engine_util import VIRTUAL
 
 pytestmark = pytest.mark.anyio
 
@@ -117,3 +119,80 @@ async def test_closing_the_iteration_hangs_up() -> None:
             break
     assert script.closed
     assert script.sent == 1
+
+
+class Cut(httpx.AsyncByteStream):
+    """A body after which the connection breaks, unless it is the last."""
+
+    def __init__(self, body: bytes, *, last: bool) -> None:
+        self.body = body
+        self.last = last
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.body
+        if not self.last:
+            raise httpx.ReadError("connection reset")
+
+
+def numbered(number: int, content: str) -> bytes:
+    return f"id: k:{number}\n".encode() + text(content)
+
+
+def cut_server(parts: list[bytes], seen: list[tuple[str, str, str | None]], *, gone: bool = False) -> Client:
+    """Gives one part per connection. After the last, with `gone`, it knows the stream no more."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.method, request.url.path, request.headers.get("last-event-id")))
+        if request.method == "DELETE":
+            return httpx.Response(200, json={})
+        if not parts:
+            return httpx.Response(404 if gone else 502, json={"error": {"message": "no stream"}})
+        body = parts.pop(0)
+        return httpx.Response(200, stream=Cut(body, last=not parts), headers={"x-stream-id": "k"})
+
+    return Client(http=httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://test"))
+
+
+async def test_a_lost_connection_is_made_again_after_the_last_whole_event() -> None:
+    seen: list[tuple[str, str, str | None]] = []
+    whole = numbered(1, "a") + numbered(2, "b")
+    parts = [
+        b"",
+        whole + numbered(3, "lost")[:-1],
+        numbered(3, "c"),
+        b": ping\n" + numbered(4, "d") + b"data: [DONE]\n\n",
+    ]
+    deltas = cut_server(parts, seen).complete("x", model="m")
+    assert [delta.text async for delta in deltas] == ["a", "b", "c", "d"]
+    assert seen == [
+        ("POST", "/v1/completions", None),
+        ("GET", "/v1/streams/k", None),
+        ("GET", "/v1/streams/k", "k:2"),
+        ("GET", "/v1/streams/k", "k:3"),
+    ]
+
+
+async def test_a_stream_that_the_server_no_longer_has_is_an_error() -> None:
+    seen: list[tuple[str, str, str | None]] = []
+    broken = numbered(1, "a")
+    with pytest.raises(NotFoundError):
+        _ = [delta async for delta in cut_server([broken, b""], seen, gone=True).complete("x", model="m")]
+
+
+@pytest.mark.parametrize("anyio_backend", [VIRTUAL])
+async def test_a_server_that_stays_away_is_given_up_after_the_grace(anyio_backend: object) -> None:
+    seen: list[tuple[str, str, str | None]] = []
+    began = anyio.current_time()
+    with pytest.raises(RequestFailedError, match="30 s"):
+        _ = [delta async for delta in cut_server([numbered(1, "a"), b""], seen).complete("x", model="m")]
+    assert 30 <= anyio.current_time() - began < 33
+    assert 30 < len(seen) < 50
+    assert seen[-1][0] == "DELETE"
+
+
+async def test_closing_the_iteration_cancels_a_request_that_would_wait() -> None:
+    seen: list[tuple[str, str, str | None]] = []
+    async with aclosing(cut_server([numbered(1, "a"), b""], seen).complete("x", model="m")) as deltas:
+        async for _ in deltas:
+            break
+    assert seen[-1][:2] == ("DELETE", "/v1/requests/k")

@@ -10,6 +10,7 @@ import pytest
 from aserve import Engine
 from aserve.cli import _parser
 from routes import create_app
+from routes.response_body import ResponseBody
 from routes.schemas import ChatBody, CompletionBody
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,15 +18,18 @@ API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
-@pytest.mark.parametrize("field", sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__}))
+FIELDS = {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *ResponseBody.__struct_fields__}
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
 def test_a_parameter_is_documented(field: str) -> None:
     assert f"`{field}`" in API
 
 
 def test_every_documented_parameter_exists() -> None:
-    tables = API.split("## Parameters of both", 1)[1].split("## Known and not offered", 1)[0]
+    tables = API.split("## Parameters of both", 1)[1].split("## Tool calls", 1)[0]
     named = set(re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE))
-    assert named <= {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__}
+    assert named <= FIELDS
 
 
 def test_every_route_is_documented_and_no_other() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
 from tests.process import Process, server
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
 CHAT = [{"role": "user", "content": "hi<eos>"}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -148,3 +150,49 @@ def test_background_responses_are_cancelled(client: openai.OpenAI) -> None:
     begun = client.responses.create(model="fake", input="abc", temperature=0, background=True)
     assert begun.status == "in_progress"
     assert client.responses.cancel(begun.id).status == "cancelled"
+
+
+class Verdict(pydantic.BaseModel):
+    """What a client asks for by a model of its own."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    answer: Literal["yes", "no"]
+    score: int = pydantic.Field(ge=1, le=5)
+
+
+def test_outputs_are_parsed_into_the_clients_own_models(client: openai.OpenAI) -> None:
+    done = client.chat.completions.parse(
+        model="fake", messages=CHAT, temperature=0, max_tokens=300, response_format=Verdict
+    )
+    assert isinstance(done.choices[0].message.parsed, Verdict)
+    response = client.responses.parse(
+        model="fake", input="hi", temperature=0, max_output_tokens=300, text_format=Verdict
+    )
+    assert isinstance(response.output_parsed, Verdict)
+    with client.chat.completions.stream(
+        model="fake", messages=CHAT, temperature=0, max_tokens=300, response_format=Verdict
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Verdict)
+
+
+def test_a_forced_call_is_a_call(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model="fake",
+        messages=CHAT,
+        temperature=0,
+        max_tokens=300,
+        tools=[{"type": "function", "function": {"name": "rate", "parameters": Verdict.model_json_schema()}}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    assert done.choices[0].message.tool_calls
+    for call in done.choices[0].message.tool_calls:
+        assert Verdict.model_validate_json(call.function.arguments)
+
+
+def test_a_schema_that_cannot_be_honoured_is_a_bad_request(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=CHAT, response_format=form)
+    assert caught.value.param == "response_format"

@@ -246,6 +246,19 @@ async def test_a_client_that_leaves_cancels_its_response() -> None:
         assert (await get(app, f"{PATH}/{id}")).json()["status"] == "cancelled"
 
 
+async def test_a_stream_that_was_cut_goes_on_where_it_stopped() -> None:
+    request = {"input": "abcdefgh" * 10 + "<eos>", "stream": True, **GREEDY}
+    async with application(tokenizer=BARE) as app:
+        whole = events(await post(app, PATH, request))
+        cut = await post(app, PATH, request, headers={"x-resume-grace": "30"}, disconnect_at=3)
+        last = cut.body.decode().rpartition("id: ")[2].split("\n")[0]
+        rest = await get(app, f"/v1/streams/{last.partition(':')[0]}", headers={"last-event-id": last})
+    merged = Reply([*cut.messages, *rest.messages[1:]])
+    text = [event["delta"] for event in events(merged) if event["type"] == "response.output_text.delta"]
+    assert "".join(text) == whole[-1]["response"]["output"][0]["content"][0]["text"] == "abcdefgh" * 10
+    assert events(merged)[-1]["response"]["status"] == "completed"
+
+
 async def test_what_is_not_to_be_stored_is_not() -> None:
     async with application(tokenizer=BARE) as app:
         body = (await post(app, PATH, {"input": "a<eos>", "store": False, **GREEDY})).json()

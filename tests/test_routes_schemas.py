@@ -111,6 +111,10 @@ def test_bad_values_of_completions_only(fields: bytes, param: str) -> None:
         (b'"logprobs":true,"top_logprobs":21', "top_logprobs"),
         (b'"max_completion_tokens":-1', "max_completion_tokens"),
         (b'"tool_choice":"required"', "tool_choice"),
+        (
+            b'"tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":"required","guided_regex":"a"',
+            "guided_regex",
+        ),
         (b'"tools":"x"', "tools"),
         (b'"functions":[]', "functions"),
         (b'"chat_template":"{{ x }}"', "chat_template"),

@@ -10,7 +10,7 @@ import pytest
 from aserve.chat_template import render
 from routes.schemas import ChatBody, parse
 from tests.asgi import Reply, post
-from tests.serving import BARE, application, reasons
+from tests.serving import BARE, application, drawing, reasons
 
 pytestmark = pytest.mark.anyio
 
@@ -87,6 +87,63 @@ async def test_calls_are_found_in_the_servers_style_and_without_one_stay_text(te
         assert said["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+TYPED = [
+    {"type": "function", "function": {"name": "time"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"days": {"$ref": "#/$defs/days"}},
+                "required": ["days"],
+                "additionalProperties": False,
+                "$defs": {"days": {"enum": [1, 2]}},
+            },
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parser", [None, "mistral"])
+async def test_a_call_can_be_required_without_a_parser(stream: bool, parser: str | None) -> None:
+    text = '[{"name": "weather", "arguments": {"days": 2}}, {"name": "time", "arguments": {}}]'
+    request = says(text, tools=TYPED, tool_choice="required", stream=stream)
+    async with application(tokenizer=BARE, tool_call_parser=parser, reasoning_parser="deepseek_r1") as app:
+        reply = await post(app, CHAT, request)
+        single = await post(app, CHAT, request | {"stream": False, "parallel_tool_calls": False})
+    said = message(reply) if stream else reply.json()["choices"][0]["message"]
+    calls = [call if stream else call["function"] for call in said["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [("weather", {"days": 2}), ("time", {})]
+    assert said["content"] is None
+    assert len(single.json()["choices"][0]["message"]["tool_calls"]) == 1
+    if parser == "mistral" and not stream:
+        assert len(said["tool_calls"][0]["id"]) == 9
+
+
+async def test_a_named_function_is_called_with_arguments_of_its_schema() -> None:
+    request = says('{"days": 1}', tools=TYPED, tool_choice=NAMED)
+    async with application(tokenizer=BARE, tool_call_parser="hermes") as app:
+        choice = (await post(app, CHAT, request)).json()["choices"][0]
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"days": 1}'}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_model_that_knows_nothing_of_tools_calls_one_all_the_same(choice: Any) -> None:
+    request = {"messages": [{"role": "user", "content": "hi"}], "tools": TYPED[1:], "tool_choice": choice}
+    async with drawing() as app:
+        spaces = {str(token): -100 for token in BARE.encode(" \n\t\r", False)}
+        sampling = {"logit_bias": spaces, "temperature": 0, "max_tokens": 120}
+        reply = (await post(app, CHAT, request | sampling)).json()["choices"][0]
+    [call, *_] = reply["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["days"] in (1, 2)
+
+
 async def test_an_output_cut_within_a_call_is_length() -> None:
     async with application(tokenizer=BARE, tool_call_parser="hermes") as app:
         cut = (await post(app, CHAT, says(CALL, tools=TOOLS, max_tokens=50))).json()["choices"][0]
@@ -132,6 +189,8 @@ def test_the_calls_of_a_history_reach_the_template_as_objects() -> None:
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required", "bad_words": ["a"]}, "bad_words"),
     ],
 )
 async def test_bad_tools_are_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from aserve.executors import StepError
-from aserve.plan import Chunk, SlotUpdate, TokenLogprobs
+from aserve.grammar import KnownMask
+from aserve.plan import Chunk, SlotMask, SlotUpdate, TokenLogprobs
 from aserve.request import SamplingParams
 from aserve.worker.sampler import Sampler
 from aserve_kernels import SamplingRows, load
@@ -53,6 +54,22 @@ def test_bias_moves_only_its_own_row(sampler: Sampler) -> None:
     logits = torch.zeros(2, SIZE)
     logits[:, 2] = 50.0
     assert draw(sampler, logits, 4, 5) == [7, 2]
+
+
+def test_a_mask_holds_its_own_row_whatever_its_length(sampler: Sampler) -> None:
+    logits = torch.arange(SIZE).float().repeat(4, 1)
+    masks = [SlotMask(1, KnownMask(b"\x12\x00")), SlotMask(3, KnownMask(b"\x01")), SlotMask(2, KnownMask(b"\xff" * 9))]
+    tokens, _ = sampler.draw(logits, greedy_rows(4), (0, 1, 2, 3), (0,) * 4, masks)
+    assert tokens.tolist() == [SIZE - 1, 4, SIZE - 1, 0]
+
+
+def test_a_mask_outranks_bias_and_penalties(sampler: Sampler) -> None:
+    sampler.update([update(0, logit_bias={7: 100.0}, repetition_penalty=2.0, logprobs=2)])
+    logits = torch.zeros(1, SIZE)
+    tokens, found = sampler.draw(logits, greedy_rows(1), (0,), (0,), [SlotMask(0, KnownMask(b"\x20"))])
+    assert tokens.tolist() == [5]
+    assert found is not None
+    assert found.read([5])[0].logprob == pytest.approx(-math.log(SIZE))  # of the raw logits
 
 
 def test_only_allowed_tokens_are_drawn(sampler: Sampler) -> None:

@@ -281,3 +281,37 @@ async def test_the_mailbox_is_handed_over_without_a_thread() -> None:
     side.box.end()
     assert await side.stream().text() == "a"
     assert threading.active_count() == before
+
+
+async def test_a_reader_that_is_behind_is_noticed_once_and_again_when_it_has_caught_up() -> None:
+    paced: list[bool] = []
+    box = Mailbox(
+        asyncio.get_running_loop(), lambda request: None, limit=1000, pace=lambda box: paced.append(box.behind)
+    )
+    for number in range(500):
+        box.push(Delta(0, "word", (number,)))
+    assert paced == [True]
+    assert sum(len(delta.token_ids) for delta in box.take()) == 500
+    assert paced == [True, False]
+    for number in range(60):  # a reader that is merely late
+        box.push(Delta(0, "word", (number,)))
+    assert paced == [True, False]
+
+
+async def test_what_piles_up_unread_is_one_delta_per_choice() -> None:
+    box = Mailbox(asyncio.get_running_loop(), lambda request: None, n=2)
+    for number in range(1000):
+        box.push(Delta(number % 2, str(number % 10), (number,)))
+    assert len(box._deltas) <= 64 + 2
+    assert [(delta.index, len(delta.token_ids)) for delta in box.take()] == [(0, 500), (1, 500)]
+
+
+async def test_while_nobody_reads_another_limit_holds() -> None:
+    paced: list[bool] = []
+    box = Mailbox(asyncio.get_running_loop(), lambda request: None, limit=10, pace=lambda box: paced.append(box.behind))
+    box.leave(10_000)
+    for number in range(500):
+        box.push(Delta(0, "word", (number,)))
+    assert (paced, box.away) == ([], True)
+    box.come_back()
+    assert not box.away

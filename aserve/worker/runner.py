@@ -95,8 +95,9 @@ class ModelRunner:
             self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
         logger.info("# GPU blocks: %d, # CPU blocks: %d", sizes.num_gpu_blocks, sizes.num_cpu_blocks)
         logger.info("the longest request that fits has %d tokens", sizes.max_model_len)
-        gc.collect()
-        gc.freeze()  # a full collection that walks torch's and the model's objects would stop every thread for 0.2 s
+        if cuda:  # a full collection that walks torch's and the model's objects would stop every thread for 0.2 s
+            gc.collect()
+            gc.freeze()
         return WorkerInfo(
             num_gpu_blocks=sizes.num_gpu_blocks,
             num_cpu_blocks=sizes.num_cpu_blocks,

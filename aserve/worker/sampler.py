@@ -226,12 +226,16 @@ class Sampler:
         for row, (_, mask) in enumerate(masks):
             given = np.frombuffer(mask.read(), dtype=np.uint8)[: bits.shape[1]]
             bits[row, : len(given)] = given
-        packed = torch.from_numpy(bits)
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        rows = [draws.index(slot) for slot, _ in masks]
+        if self._device.type != "cuda":
+            barred = np.unpackbits(~bits, axis=1, count=self._vocab_size, bitorder="little").view(np.bool_)
+            for row, each in zip(rows, torch.from_numpy(barred), strict=True):
+                logits[row].masked_fill_(each, NEG_INF)
+            return logits
+        packed = torch.from_numpy(bits).pin_memory().to(self._device, non_blocking=True)  # an eighth of the bytes
         shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
         allowed = (packed.unsqueeze(2) >> shifts).bitwise_and_(1).view(len(masks), -1)[:, : self._vocab_size]
-        index = self._ids([draws.index(slot) for slot, _ in masks])
+        index = self._ids(rows)
         logits[index] = logits[index].masked_fill_(allowed == 0, NEG_INF)
         return logits
 

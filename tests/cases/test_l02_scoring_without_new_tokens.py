@@ -15,7 +15,9 @@ async def test_the_prompt_is_scored_and_nothing_is_generated() -> None:
     async with drawing() as app:
         reply = (await post(app, "/v1/completions", body)).json()
         stream = await post(app, "/v1/completions", body | {"stream": True})
-        longer = (await post(app, "/v1/completions", body | {"max_tokens": 3})).json()["choices"][0]["logprobs"]
+        longer = (await post(app, "/v1/completions", body | {"max_tokens": 3, "ignore_eos": True})).json()["choices"][
+            0
+        ]["logprobs"]
     [choice] = reply["choices"]
     assert choice["text"] == joined(stream) == "hello"
     assert choice["finish_reason"] == "length"
