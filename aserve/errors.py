@@ -4,7 +4,8 @@
     ├── ConfigError                      an option or a model directory is wrong; raised before serving
     ├── InvalidRequestError         400  the request can never be served as written
     │   ├── ContextLengthError      400  prompt (+ max_tokens) does not fit the context or the KV pool
-    │   └── RequestTooLargeError    413  the body is larger than the server takes
+    │   ├── RequestTooLargeError    413  the body is larger than the server takes
+    │   └── MediaTypeError          415  the body says that it is something else than JSON
     ├── AuthenticationError         401  no or wrong API key
     ├── NotFoundError               404  no such model, route or request
     ├── OverloadedError             503  the waiting queue is full or the engine is draining; retry later
@@ -65,6 +66,13 @@ class RequestTooLargeError(InvalidRequestError):
 
     status = 413
     code = "request_too_large"
+
+
+class MediaTypeError(InvalidRequestError):
+    """The body's Content-Type is not JSON's."""
+
+    status = 415
+    code = "unsupported_media_type"
 
 
 class AuthenticationError(AserveError):

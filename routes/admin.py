@@ -23,6 +23,7 @@ from routes.schemas import DetokenizeBody, TokenizeBody, conversation, parse
 
 T = TypeVar("T")
 _WARM_UP_SECONDS = 5.0
+_MAX_TOKENIZE_BYTES = 1 << 20  # about a second of one core
 _INLINE_TOKENS = 4096  # decoded on the loop; more go to a thread
 
 
@@ -94,6 +95,8 @@ class Admin:
             text = tokenizer.render_chat(conversation(body.messages), add_generation_prompt=opening)
             return tokenizer.encode(text, body.add_special_tokens is True)
 
+        if len(raw) > _MAX_TOKENIZE_BYTES:
+            raise InvalidRequestError(f"the text is too long: at most {_MAX_TOKENIZE_BYTES} bytes", param="prompt")
         tokens = await _off_loop(encode, long=tokenizer.is_long(len(raw)))
         limit = self._engine.info.max_model_len
         return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens})

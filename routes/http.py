@@ -16,7 +16,7 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from aserve import AserveError, AuthenticationError, OverloadedError, RequestTooLargeError
+from aserve import AserveError, AuthenticationError, MediaTypeError, OverloadedError, RequestTooLargeError
 
 T = TypeVar("T")
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]+")
@@ -27,7 +27,11 @@ class ClientGone(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises RequestTooLargeError past `limit` bytes, before reading on, and ClientGone."""
+    """The whole body.
+
+    Raises MediaTypeError, RequestTooLargeError past `limit` bytes, before reading on, and ClientGone.
+    """
+    check_media_type(scope)
     length = header(scope, b"content-length")
     if length and length.isdigit() and int(length) > limit:
         raise RequestTooLargeError(f"the body has {int(length)} bytes, at most {limit} are taken")
@@ -44,6 +48,21 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def check_media_type(scope: Scope) -> None:
+    """Raises MediaTypeError unless the body is called JSON, or nothing.
+
+    Other types are what a browser sends to a foreign server without asking it: so a web page cannot drive this one by
+    a form. A body without a type is taken, as small clients send it.
+    """
+    given = header(scope, b"content-type")
+    if given is not None:
+        kind = given.partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise MediaTypeError(f"send the body as content-type: application/json, not {given[:64]!r}")
+    if (header(scope, b"content-encoding") or "identity").lower() != "identity":
+        raise MediaTypeError("send the body without content-encoding: this server takes plain JSON")
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -301,9 +301,8 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         texts = []
         for i, part in enumerate(message.content):
             if part.type != "text" or part.text is None:
-                raise InvalidRequestError(
-                    f"only text parts are supported, got type {part.type!r}", param=f"{where}.content[{i}]"
-                )
+                what = "its text is missing" if part.type == "text" else f"got type {part.type!r}"
+                raise InvalidRequestError(f"only text parts are supported: {what}", param=f"{where}.content[{i}]")
             texts.append(part.text)
         plain["content"] = "\n".join(texts)
     if plain["content"] is None and not message.tool_calls and message.role != "assistant":
@@ -343,6 +342,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 T = TypeVar("T", bound=msgspec.Struct)
 
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MISSING = re.compile(r"missing required field `(\w+)`$")
 _WHERE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
 
@@ -353,6 +353,8 @@ def parse(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         message = str(error)
         found = _WHERE.match(message)
+        if found is None and (missing := _MISSING.search(message)) is not None:
+            raise InvalidRequestError(f"{missing[1]} is required", param=missing[1]) from None
         if found is None:
             raise InvalidRequestError(f"the body must be a JSON object: {message}") from None
         raise InvalidRequestError(f"{found[2]}: {_lower(found[1])}", param=found[2] or None) from None
