@@ -59,12 +59,18 @@ def _collapse_all() -> None:
 
 
 def _collapse(address: int, size: int) -> None:
+    """The whole huge pages that touch the memory, or those inside it where a neighbour cannot have them."""
+    first, last = address // _HUGE, -(-(address + size) // _HUGE)
+    if not _advise(first, last):
+        _advise(-(-address // _HUGE), (address + size) // _HUGE)
+
+
+def _advise(first: int, last: int) -> bool:
+    """Collapses huge pages [first, last). False where the system refused any of them."""
     libc = _libc()
     assert libc is not None
-    begin = address // _HUGE * _HUGE
-    length = -(-(address + size) // _HUGE) * _HUGE - begin
-    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(advice))
+    begin, length = ctypes.c_void_p(first * _HUGE), ctypes.c_size_t(max(0, last - first) * _HUGE)
+    return all(libc.madvise(begin, length, ctypes.c_int(advice)) == 0 for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE))
 
 
 @cache
