@@ -6,6 +6,9 @@ can win a draw); elsewhere it keeps to the host-side bounds of AttentionMeta, so
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,8 +32,19 @@ _QUERY_TILE = 512  # chunk tokens per attention call: bounds the mask and the sc
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = functional.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
-    return wide.to(x.dtype)
+    wide = x.float()
+    return (wide * weight).div_(_root_mean_square(wide, eps)).to(x.dtype)
+
+
+def _root_mean_square(x: Tensor, eps: float) -> Tensor:
+    """sqrt(mean(x^2) + eps) over the last dimension, kept: torch's own rms_norm takes ten times as long on CPU."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.mul_(x.shape[-1] ** -0.5).hypot_(_constant(math.sqrt(eps), x.device))
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,7 +79,7 @@ def rotary_kv_write_(
     num_rotated = num_heads + num_kv_heads
     x = heads[:, :num_rotated].float()
     if q_weight is not None and k_weight is not None:
-        x = functional.rms_norm(x, (head_dim,), None, eps)
+        x = x / _root_mean_square(x, eps)
         x[:, :num_heads] *= q_weight
         x[:, num_heads:] *= k_weight
     half = cos_sin.shape[1] // 2
