@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 from aserve import ConfigError, Engine, EngineConfig, SlowReader
 from routes.app import create_app
 from routes.logs import LogFormat, logging_to_stderr
+from routes.protocol import Protocol
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -99,7 +100,7 @@ def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerO
     settings = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
         ws="none",
         access_log=False,
         log_config=None,
