@@ -53,7 +53,7 @@ LAYERS = (
         "pure",
         "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
         " quarantine"
-        " residency scheduler seat simulation.* waiting",
+        " residency results roster scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
