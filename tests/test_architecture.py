@@ -64,8 +64,8 @@ LAYERS = (
     _layer("executors", "executors.thread", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "bad_words beams chat_template client engine grammar json_schema llm loading output pipeline prompts stream"
-        " structured tokenizer",
+        "bad_words beams chat_template client engine grammar intake json_schema llm loading output pipeline prompts"
+        " stream structured tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),

@@ -147,7 +147,7 @@ async def test_a_compiler_that_breaks_ends_its_request(monkeypatch: pytest.Monke
 
 async def test_greedy_text_goes_on_while_a_grammar_compiles(stuck: Stuck) -> None:
     async with fake_engine() as engine:
-        engine._structured = StructuredOutputs(stuck)
+        engine._intake.structured = StructuredOutputs(stuck)
         waiting = asyncio.ensure_future(
             engine.submit("abc", SamplingParams(structured=StructuredOutput("regex", "stuck")))
         )
