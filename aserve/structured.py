@@ -40,9 +40,10 @@ class StructuredOutputs:
         self._ahead = asyncio.get_running_loop().create_task(self._build_when(idle), name="aserve-grammar")
 
     async def _build_when(self, idle: Callable[[], bool]) -> None:
-        await asyncio.sleep(IDLE_SECONDS)
-        while not idle():
+        while True:
             await asyncio.sleep(IDLE_SECONDS)
+            if idle():
+                break
         with contextlib.suppress(AserveError):  # a tokenizer that cannot: the first request that asks is told
             await self.build()
 

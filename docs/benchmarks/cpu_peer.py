@@ -49,7 +49,9 @@ def serving(command: list[str]) -> Iterator[tuple[str, float, psutil.Process]]:
     url = f"http://127.0.0.1:{port}"
     filled = [part.replace("{port}", str(port)) for part in command]
     start = time.monotonic()
-    server = subprocess.Popen(filled, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=ENV)
+    server = subprocess.Popen(
+        filled, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=ENV
+    )
     try:
         while not healthy(url):
             if server.poll() is not None or time.monotonic() - start > START_SECONDS:
