@@ -90,10 +90,6 @@ class Engine:
         try:
             if self._model.files is not None and self.tokenizer is None:
                 self.tokenizer = await off_loop(partial(loading.load_tokenizer, self._model, self.config))
-                structured = self._make_structured()
-                await structured.build()  # holds the GIL for long: better now than with streams open
-            else:
-                structured = self._make_structured()
             self.info = await worker
             if self.draining:
                 raise OverloadedError("the engine was stopped while it started")
@@ -107,7 +103,7 @@ class Engine:
         self._intake = Intake(
             Limits.create(self.config, self.info),
             prompts=PromptEncoder(self.tokenizer, self.info.max_model_len, off_loop),
-            structured=structured,
+            structured=self._make_structured(),
             tokenizer=self.tokenizer,
             end_token_ids=self.end_token_ids,
         )
@@ -120,6 +116,8 @@ class Engine:
             clock=self._loop.time,
         )
         self._task = self._loop.create_task(self._pipeline.run(), name="aserve-engine")
+        scheduler = self._scheduler
+        self._intake.structured.build_when(lambda: scheduler.num_unfinished == 0)
 
     async def stop(self, drain_timeout: float = 0.0) -> None:
         """Refuses new requests, lets live ones finish for `drain_timeout` seconds, ends the rest, frees the model.
