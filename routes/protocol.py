@@ -129,7 +129,7 @@ class Protocol(HttpToolsProtocol):
         self._fed += len(body)
         self._num_body += len(body)
         Protocol.num_incoming += len(body)
-        if self.cycle is not self._running and len(self.cycle.body) > _SLICE:
+        if self.cycle is not self._running and len(self.cycle.body) + len(body) > _SLICE:
             raise self._stop(InvalidRequestError("a body this large must wait for the answer before it"))
         super().on_body(body)
 

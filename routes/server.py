@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -79,7 +81,17 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL)
     _allow_many_connections()
     with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
-        return serve_engine(Engine(config), listener, options)
+        status = serve_engine(Engine(config), listener, options)
+    _leave_threads_behind(status)
+    return status
+
+
+def _leave_threads_behind(status: int) -> None:
+    """Ends the process now where a thread goes on: one that converts a model would hold the exit up for minutes, and
+    one that hangs in a step could break it. What they write appears whole or not at all."""
+    if threading.active_count() > 1:
+        logging.shutdown()
+        os._exit(status)
 
 
 def _allow_many_connections() -> None:

@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -18,17 +17,6 @@ from tests.faults.wire import Wire, gauges, idle, read_text, stream_text
 from tests.process import ROOT, server
 
 BODY = {"prompt": "abcdefg", "temperature": 0}
-
-
-@pytest.fixture
-def live(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server's URL: the one under test (--live URL), or one of our own over the fake model."""
-    url = request.config.getoption("--live")
-    if url:
-        yield url
-        return
-    with server(max_num_seqs=256) as process:
-        yield process.url
 
 
 @pytest.mark.live
