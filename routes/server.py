@@ -39,7 +39,7 @@ log = logging.getLogger("aserve.server")
 _CLOSE_SECONDS = 5.0  # for the last error events to reach slow readers
 _SWITCH_INTERVAL = 1e-4  # seconds that the event loop may keep the interpreter from the model thread
 _UNSENT_BYTES = 64 << 10
-_DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
+_PROBE_SECONDS, _NUM_PROBES = 60, 4  # of a connection on which nothing is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +157,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _bound_connections(listener: socket.socket) -> None:
     """What every accepted connection inherits: the system holds little that a slow client has not taken, so that the
-    server sees that it is slow; and a client that is gone without a word is noticed."""
+    server sees that it is slow; and a client that is gone without a word is noticed in minutes."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_NOTSENT_LOWAT", _UNSENT_BYTES), ("TCP_USER_TIMEOUT", int(_DEAF_SECONDS * 1000))):
+    for name, value in (
+        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
+        ("TCP_KEEPIDLE", _PROBE_SECONDS),
+        ("TCP_KEEPINTVL", _PROBE_SECONDS),
+        ("TCP_KEEPCNT", _NUM_PROBES),
+    ):
         if hasattr(socket, name):  # Linux
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
