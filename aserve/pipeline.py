@@ -138,8 +138,7 @@ class Pipeline:
         for sequence in request.sequences:
             output = self._outputs.get(sequence)
             if output is not None:
-                if output.box.on_change is not None:
-                    output.box.on_change(change)
+                output.box.tell(change)
                 return
 
     async def _commit_next(self) -> list[Event]:
@@ -207,7 +206,12 @@ class Pipeline:
                 self._end(output, delta, now)
                 return
         assert reason is not None
-        self._end(output, output.finish(token_id, logprobs, reason), now)
+        delta = output.finish(token_id, logprobs, reason)
+        if token_id is None and delta.token_ids:  # a beam, whole
+            self._metrics.num_output_tokens += len(delta.token_ids)
+            if sequence.index == 0:
+                self._metrics.first_token.observe(now - sequence.request.arrival)
+        self._end(output, delta, now)
 
     def _end(self, output: Output, delta: Delta, now: float) -> None:
         """The last delta of a choice; after a request's last choice, the end of its stream."""
