@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, cast
@@ -26,6 +27,7 @@ from starlette.types import ASGIApp
 from aserve import ConfigError, Engine, EngineConfig, SlowReader
 from routes.app import create_app
 from routes.logs import LogFormat, logging_to_stderr
+from routes.protocol import Protocol
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -75,8 +77,16 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    _allow_many_connections()
     with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
         return serve_engine(Engine(config), listener, options)
+
+
+def _allow_many_connections() -> None:
+    """Each is a file, and the limit that a shell gives (1024) is below what a server may hold."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the system says no
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
@@ -99,7 +109,7 @@ def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerO
     settings = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
         ws="none",
         access_log=False,
         log_config=None,
