@@ -56,7 +56,7 @@ class RequestLog:
             await self.app(scope, receive, labelled)
         finally:
             fields = {"method": scope["method"], "path": scope["path"], "status": status, "request_id": record.label}
-            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+            level = logging.DEBUG if route_path(scope) in _QUIET else logging.INFO
             log.log(
                 level,
                 "%s %s %s %s id=%s",
@@ -111,7 +111,7 @@ class ApiKeys:
             self._num_open[key] -= 1
 
     def _allows(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        if route_path(scope) in OPEN_PATHS:
             return True
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
         if scheme.lower() != "bearer":
@@ -120,6 +120,11 @@ class ApiKeys:
         # Every key is compared, in constant time: how long it takes says nothing about any of them.
         scope["aserve.api_key"] = given  # whose streams the caller may resume
         return any([hmac.compare_digest(given, digest) for digest in self._digests])
+
+
+def route_path(scope: Scope) -> str:
+    """The path under the application's own root."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _digest(key: str) -> bytes:
