@@ -76,6 +76,11 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
+def route_path(scope: Scope) -> str:
+    """The path under the application's own root."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
 def warning_headers(unknown: list[str]) -> dict[str, str]:
     """Names fields that were accepted and ignored, as printable ASCII in a bounded header."""
     if not unknown:

@@ -50,6 +50,7 @@ class ServerOptions:
     exit_on_death: bool = True
     log_level: str = "info"
     log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None  # a collector of OpenTelemetry spans
     root_path: str = ""  # where a proxy mounts the server
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
