@@ -116,6 +116,7 @@ def test_bad_values_of_completions_only(fields: bytes, param: str) -> None:
             "guided_regex",
         ),
         (b'"tools":"x"', "tools"),
+        (b'"tool_choice":{"type":"allowed_tools","allowed_tools":{"mode":"auto","tools":[]}}', "tool_choice"),
         (b'"functions":[]', "functions"),
         (b'"chat_template":"{{ x }}"', "chat_template"),
         (b'"continue_final_message":true,"add_generation_prompt":true', "continue_final_message"),
@@ -221,6 +222,17 @@ def test_the_models_defaults_hold_where_the_body_is_silent() -> None:
 def test_max_completion_tokens_goes_before_max_tokens() -> None:
     fields = b',"max_tokens":5,"max_completion_tokens":7}'
     assert params(b"{" + MESSAGES + fields, ChatBody).max_tokens == 7
+
+
+def test_a_developer_speaks_as_the_system() -> None:
+    body = parse(b'{"messages":[{"role":"developer","content":"be brief"},{"role":"user","content":"a"}]}', ChatBody)
+    assert [message["role"] for message in body.conversation()] == ["system", "user"]
+
+
+@pytest.mark.parametrize("key", [b'"\\ud800":1', b'"logit_bias":{"\\ud800":1}'])
+def test_a_name_that_is_no_text_is_said_to_be(key: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="lone surrogate"):
+        parse(b'{"prompt":"x",' + key + b"}", CompletionBody)
 
 
 def test_values_that_ask_for_nothing_are_accepted() -> None:
