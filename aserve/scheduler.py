@@ -20,14 +20,14 @@ from aserve.deadlines import Deadlines
 from aserve.errors import AserveError, RequestFailedError
 from aserve.plan import BlockCopy, StepPlan, StepResult, WorkerInfo
 from aserve.policy import Policy, load_policy
-from aserve.preemption import CostModel
+from aserve.preemption import Choice, CostModel
 from aserve.quarantine import Quarantine
 from aserve.request import FinishReason, Phase, Request, Sequence
-from aserve.residency import Residency
+from aserve.residency import Entry, Residency
 from aserve.seat import Draft, Event, Move, PreemptionCause, PreemptionKind, Row, SchedulerStats, Seat, Step
 from aserve.waiting import WaitingLine
 
-__all__ = ["Event", "Scheduler", "SchedulerStats"]
+__all__ = ["Event", "Move", "Scheduler", "SchedulerStats"]
 
 MAX_LATER = 16  # requests set aside while others compute the prefix they share
 MAX_REAPED = 512  # requests ended by one schedule(): a few ms at most where thousands leave at once
@@ -85,7 +85,12 @@ class Scheduler:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             depth=config.depth or info.depth,
-            preemption=CostModel(config.preemption, block_size=info.block_size, block_bytes=info.block_bytes),
+            preemption=CostModel(
+                config.preemption,
+                block_size=info.block_size,
+                block_bytes=info.block_bytes,
+                copy_rate=info.copy_rate,
+            ),
         )
 
     # requests in and out
@@ -103,7 +108,7 @@ class Scheduler:
         if request in self._unfinished and request.cancel_reason is None:
             request.cancel_reason = reason
             request.error = error
-            holds_memory = request in self._batch.groups or request in self._residency.swapped
+            holds_memory = request in self._batch.groups or self._residency.holds(request)
             if holds_memory:
                 self._cancelled.appendleft(request)
             else:
@@ -111,17 +116,15 @@ class Scheduler:
                 self._line.remove(request)
 
     def pause(self, request: Request, *, paused: bool) -> None:
-        """Takes a running request out of memory, where the prefix cache keeps what it can, or lets it come back. One
-        that is not running is left alone."""
+        """Takes a running request's slots, and its memory once that is short; or lets it come back. One that is not
+        running is left alone."""
         if paused and request in self._batch.groups and request.cancel_reason is None:
-            self._residency.discard(request, Phase.PAUSED)
+            self._residency.park(request)
             self._quarantine.excuse(request)
             self._paused[request] = None
         elif not paused and request in self._paused:
             del self._paused[request]
-            for sequence in request.sequences:
-                if sequence.phase is Phase.PAUSED:
-                    sequence.move(Phase.WAITING)
+            self._residency.unpark(request)
             self._line.put_back(request)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
@@ -211,7 +214,16 @@ class Scheduler:
         self._number += 1
         plan = draft.build(self._number, decodes, self._swap_out)
         self._steps.append(
-            Step(self._number, draft.decoding, draft.rows, draft.handed, self._swapped_out, draft.num_tokens)
+            Step(
+                self._number,
+                draft.decoding,
+                draft.rows,
+                draft.handed,
+                self._swapped_out,
+                draft.num_tokens,
+                draft.num_pairs,
+                bool(plan.swap_out or plan.swap_in),
+            )
         )
         self._swap_out, self._swapped_out = [], []
         return plan
@@ -220,6 +232,8 @@ class Scheduler:
         """Preempts from the end of the running order until the others' next blocks are free."""
         preempted = False
         while self._batch.num_growth(growing) > self.blocks.num_free:
+            if self._evict_parked():
+                continue
             victim = self._batch.victim()
             self._preempt(victim, "away" if victim.detached else "memory")
             self._residency.widen()
@@ -232,6 +246,10 @@ class Scheduler:
         request = self._line.peek(now)
         if request is None or self._quarantine or self._batch.num_due >= self.max_num_batched_tokens:
             return None
+        if self._residency.parked and self._batch.loser(request) is not None:
+            need = self.blocks.blocks_for(len(request.prompt)) + self._batch.num_growth(growing)
+            while need > self.blocks.num_free and self._evict_parked():
+                pass
         yielding = find_yielding(request, self._batch, self.blocks, self._batch.num_growth(growing))
         if yielding is None:
             return None
@@ -241,15 +259,29 @@ class Scheduler:
         return request
 
     def _preempt(self, victim: Request, cause: PreemptionCause) -> None:
-        copies = self._residency.preempt(victim)
+        choice, copies = self._residency.preempt(victim)
+        self._line.put_back(victim)
+        self._note_preemption(victim, cause, choice, copies)
+
+    def _evict_parked(self, keep: Request | None = None) -> bool:
+        """Takes the memory of a request whose reader is behind. False where none has any."""
+        evicted = self._residency.evict_parked(keep) if self._residency.parked else None
+        if evicted is None:
+            return False
+        request, choice, copies = evicted
+        self._note_preemption(request, "away", choice, copies)
+        return True
+
+    def _note_preemption(
+        self, victim: Request, cause: PreemptionCause, choice: Choice, copies: list[BlockCopy]
+    ) -> None:
         if copies:
             self._swap_out += copies
             self._swapped_out.append(victim)
             self._num_swaps += 1
-        self._line.put_back(victim)
         self._num_preemptions += 1
-        self.preemptions["swap" if copies else "recompute", cause] += 1
-        self._moves.append(Move(victim, "preempted"))
+        self.preemptions[choice.kind, cause] += 1
+        self._moves.append(Move(victim, "preempted", cause, choice))
 
     def _admit(self, draft: Draft, now: float, claimant: Request | None) -> None:
         """Brings in the claimant, preempted requests, and waiting ones, while tokens, slots and blocks are left."""
@@ -264,8 +296,8 @@ class Scheduler:
                 return
             if not self._quarantine.admits(request):
                 continue
-            state = self._residency.enter(request, draft)
-            if state == "full":
+            state = self._enter(request, draft)
+            if state in ("no slots", "no blocks"):
                 return
             if state == "later":
                 num_later += 1
@@ -273,8 +305,8 @@ class Scheduler:
             self._line.remove(request)
             self._start(request, draft, now)
         while not self._quarantine and self._has_room(draft) and (new := self._line.peek(now)) is not None:
-            state = self._residency.enter(new, draft)
-            if state == "full" or (state == "later" and num_later >= MAX_LATER):
+            state = self._enter(new, draft)
+            if state in ("no slots", "no blocks") or (state == "later" and num_later >= MAX_LATER):
                 return
             self._line.remove(new)
             if state == "later":
@@ -282,6 +314,12 @@ class Scheduler:
                 self._line.put_back(new)
                 continue
             self._start(new, draft, now)
+
+    def _enter(self, request: Request, draft: Draft) -> Entry:
+        """Seats the request where there is room, or where requests whose readers are behind have some."""
+        while (state := self._residency.enter(request, draft)) == "no blocks" and self._evict_parked(request):
+            pass
+        return state
 
     def _has_room(self, draft: Draft) -> bool:
         return draft.num_tokens < self.max_num_batched_tokens and self._batch.num_free_slots > 0
@@ -304,8 +342,7 @@ class Scheduler:
         step = self._steps.popleft()
         if step.number != result.number:
             raise ValueError(f"result of step {result.number} came where step {step.number} was due")
-        if step.rows:
-            self.costs.observe_prefill(step.num_tokens, result.timings.compute)
+        self._observe(step, result.timings.compute)
         if result.bad:
             self._fail_bad(step, result.bad)
         suspect = self._quarantine.on_trial
@@ -319,6 +356,15 @@ class Scheduler:
                 row.keep_prompt_logprobs(result.prompt_logprobs[chunk])
             index = self._commit_row(row, result, index, events, now)
         return events
+
+    def _observe(self, step: Step, seconds: float) -> None:
+        """What the step took tells the cost model what tokens cost."""
+        if step.swaps:
+            return
+        if step.rows:
+            self.costs.observe_chunks(step.num_tokens - len(step.decoding), step.num_pairs, seconds)
+        else:
+            self.costs.observe_decode(seconds)
 
     def _commit_draws(self, seats: Iterable[Seat], result: StepResult, index: int, events: list[Event]) -> None:
         """The hot loop: appends each seat's token and ends it where the token, or their number, says so."""
