@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aserve.client import Client
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
-    from aserve.engine import Engine, EngineStats
+    from aserve.engine import Engine
     from aserve.errors import (
         AserveError,
         AuthenticationError,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         RequestTooLargeError,
     )
     from aserve.llm import LLM
-    from aserve.metrics import Metrics
+    from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
     from aserve.stream import SlowReader, Stream
@@ -84,7 +84,7 @@ _MODULES = {
     "Delta": "request",
     "Engine": "engine",
     "EngineConfig": "config",
-    "EngineStats": "engine",
+    "EngineStats": "metrics",
     "FinishReason": "request",
     "LLM": "llm",
     "Metrics": "metrics",

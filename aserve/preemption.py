@@ -20,8 +20,8 @@ RIDGE = 0.01  # holds attention's part at 0 until steps tell it apart from the t
 
 
 class Choice(NamedTuple):
-    """How a victim gives its memory up, and the numbers that made it so: seconds for swapping all its blocks out and in,
-    and for computing again the tokens that the prefix cache will not have."""
+    """How a victim gives its memory up, and the numbers that made it so: seconds for swapping all its blocks out and
+    in, and for computing again the tokens that the prefix cache will not have."""
 
     kind: PreemptionKind
     num_blocks: int
@@ -97,7 +97,7 @@ class CostModel:
         self.per_token, self.per_pair = per_token, per_pair
 
     def observe_survival(self, num_found: int, num_cached: int) -> None:
-        """Of the blocks that the prefix cache had of a victim, and nobody else held, that many were left at its return."""
+        """Of a victim's blocks that the prefix cache had and nobody else held, that many were left at its return."""
         if num_cached:
             share = max(0.0, min(1.0, num_found / num_cached))
             self.survival += SMOOTHING * (share - self.survival)

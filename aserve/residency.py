@@ -285,6 +285,14 @@ class Residency:
             if sequence.phase is Phase.SWAPPED:
                 sequence.move(Phase.WAITING)
 
+    def withdraw(self, request: Request) -> None:
+        """The KV of a running or parked request is not to be trusted: nobody may share it."""
+        for seat in self._batch.groups.get(request, ()):
+            self._blocks.withdraw(seat.table)
+        for table in self.parked.get(request, {}).values():
+            if not table.on_host:
+                self._blocks.withdraw(table)
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it was: nothing of it is kept."""
         self._chains.pop(sequence, None)

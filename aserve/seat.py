@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from aserve.block_manager import BlockTable
 from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotMask, SlotUpdate, StepPlan, TokenLogprobs
-from aserve.preemption import Choice, PreemptionKind
+from aserve.preemption import Choice
 from aserve.prefix_cache import HashChain
 from aserve.request import FinishReason, Request, Sequence
 

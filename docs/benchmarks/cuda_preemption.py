@@ -2,12 +2,12 @@
 
     python docs/benchmarks/cuda_preemption.py [MODEL] [--device cuda|cpu] [--json-out FILE]
 
-Random weights in Llama 3.1 8B's shape on CUDA, the demo model on a CPU, where no MODEL is named. Everything runs through
-the runner, in steps that decode `--batch` other sequences besides, and counts as what it adds to such steps. For each
-context, share of it that the prefix cache still has, and link: copying its blocks out and in again, against computing
-the rest of its tokens. A link that is k times slower copies every block k times. The cost model sees what the scheduler
-would show it: the copy rate measured at start (over k), and a few chunks and decodes of other lengths. Prints a row per
-point of the grid, then JSON. Exit code 1 where fewer than 90% of the choices are right.
+Random weights in Llama 3.1 8B's shape on CUDA, the demo model on a CPU, where no MODEL is named. Everything runs
+through the runner, in steps that decode `--batch` other sequences besides, and counts as what it adds to such steps:
+for each context, share of it that the prefix cache still has, and link, copying its blocks out and in again, against
+computing the rest of its tokens. A link that is k times slower copies every block k times. The cost model sees what the
+scheduler would show it: the copy rate measured at start (over k), and some chunks and decodes. Prints a row per point
+of the grid (columns as in the JSON), then the figures. Exit code 1 where fewer than 90% of the choices are right.
 """
 
 from __future__ import annotations
