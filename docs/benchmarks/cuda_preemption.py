@@ -5,9 +5,10 @@
 Random weights in Llama 3.1 8B's shape on CUDA, the demo model on a CPU, where no MODEL is named. Everything runs
 through the runner, in steps that decode `--batch` other sequences besides, and counts as what it adds to such steps:
 for each context, share of it that the prefix cache still has, and link, copying its blocks out and in again, against
-computing the rest of its tokens. A link that is k times slower copies every block k times. The cost model sees what the
-scheduler would show it: the copy rate measured at start (over k), and some chunks and decodes. Prints a row per point
-of the grid (columns as in the JSON), then the figures. Exit code 1 where fewer than 90% of the choices are right.
+computing the rest of its tokens. A link that is k times slower takes k times the measured time of the real one. The
+cost model sees what the scheduler would show it: the copy rate measured at start (over k), and some chunks and decodes.
+Prints a row per point of the grid (columns as in the JSON), then the figures. Exit code 1 where fewer than 90% of the
+choices are right.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ SHAPE = dict(
 )
 RIGHT_SHARE = 0.9
 BACKGROUND = 256  # context of the sequences that decode besides
-STEPS = 400  # they may take between two fresh starts
+ROUNDS = 15  # of copies out and in again
+STEPS = 128  # they may take between two fresh starts
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 GRIDS: dict[str, dict[str, list[Any]]] = {
-    "cuda": {"contexts": [1024, 4096, 16384, 32768], "slowdowns": [1, 2, 4, 8, 16]},
-    "cpu": {"contexts": [128, 512], "slowdowns": [1, 8, 64, 192]},
+    "cuda": {"contexts": [1024, 4096, 16384, 32768], "slowdowns": [1, 2, 4, 8, 16, 32]},
+    "cpu": {"contexts": [128, 512], "slowdowns": [1, 16, 64, 256, 1024]},
 }
 
 
@@ -108,16 +110,17 @@ class Bench:
             slots, blocks, at, added = (), (), at + count, added + seconds - base
         return added
 
-    def swap(self, context: int, slowdown: int) -> float:
-        """Seconds that copying the context's blocks out and in again, that many times, adds to the others' steps."""
+    def swap(self, context: int) -> float:
+        """Seconds that copying the context's blocks out and in again adds to the others' steps."""
         self.restart()
-        base = self.decode()
         copies = tuple(BlockCopy(block, block) for block in range(-(-context // self.info.block_size)))
-        added = 0.0
-        for _ in range(slowdown):
-            added += self.run(decodes=self.slots, swap_out=copies)[0] - base
-            added += self.run(decodes=self.slots, swap_in=copies)[0] - base
-        return added
+        times = []
+        for _ in range(ROUNDS):
+            base, _ = self.run(decodes=self.slots)
+            out, _ = self.run(decodes=self.slots, swap_out=copies)
+            back, _ = self.run(decodes=self.slots, swap_in=copies)
+            times.append(out + back - 2 * base)
+        return statistics.median(times)
 
 
 def learn(bench: Bench, costs: CostModel, longest: int) -> None:
@@ -137,8 +140,9 @@ def measure(bench: Bench, costs: CostModel, args: argparse.Namespace) -> list[di
     rows = []
     size, copy_rate = bench.info.block_size, costs.copy_rate
     for context in args.contexts:
-        bench.swap(context, 1)  # buffers for copies of this size are made at their first use
-        swaps = {k: statistics.median(bench.swap(context, k) for _ in range(args.repeats)) for k in args.slowdowns}
+        bench.swap(context)  # buffers for copies of this size are made at their first use
+        seconds = bench.swap(context)
+        swaps = {slowdown: slowdown * seconds for slowdown in args.slowdowns}
         for share in args.shares:
             start = int(context * share) // size * size
             recompute = statistics.median(bench.recompute(start, context) for _ in range(args.repeats))
@@ -198,6 +202,7 @@ def main() -> None:
     parser.add_argument("--slowdowns", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--num-threads", type=int, help="of a CPU")
     parser.add_argument("--json-out")
     args = parser.parse_args()
     cuda = args.device == "cuda"
@@ -213,9 +218,10 @@ def main() -> None:
             device=args.device,
             load_format="dummy" if cuda else "auto",
             skip_tokenizer_init=True,
-            max_model_len=longest + 16,
+            max_model_len=max(longest + 16, BACKGROUND + STEPS),
             max_num_seqs=args.batch + 1,
             max_num_batched_tokens=args.max_num_batched_tokens,
+            num_threads=args.num_threads,
             num_gpu_blocks_override=longest // 16 + 1 + args.batch * ((BACKGROUND + STEPS) // 16),
             swap_space=4.0 if cuda else 0.5,
         )
