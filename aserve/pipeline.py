@@ -127,6 +127,7 @@ class Pipeline:
             now = self._clock()
             plan = self._scheduler.schedule(now)
             for move in self._scheduler.take_moves():
+                move.request.changes.append((move.change, now))
                 self._tell(move)
             if plan is None:
                 return
@@ -141,8 +142,7 @@ class Pipeline:
         for sequence in move.request.sequences:
             output = self._outputs.get(sequence)
             if output is not None:
-                if output.box.on_change is not None:
-                    output.box.on_change(move.change)
+                output.box.tell(move.change)
                 return
 
     async def _commit_next(self) -> list[Event]:
@@ -210,7 +210,12 @@ class Pipeline:
                 self._end(output, delta, now)
                 return
         assert reason is not None
-        self._end(output, output.finish(token_id, logprobs, reason), now)
+        delta = output.finish(token_id, logprobs, reason)
+        if token_id is None and delta.token_ids:  # a beam, whole
+            self._metrics.num_output_tokens += len(delta.token_ids)
+            if sequence.index == 0:
+                self._metrics.first_token.observe(now - sequence.request.arrival)
+        self._end(output, delta, now)
 
     def _end(self, output: Output, delta: Delta, now: float) -> None:
         """The last delta of a choice; after a request's last choice, the end of its stream."""
@@ -229,6 +234,7 @@ class Pipeline:
             output.box.end(error)
         if len(reasons) == len(request.sequences):
             del self._reasons[request]
+            request.ended = now
             self._metrics.count_end(request, reasons, now)
             if not self._reasons:
                 self.drained.set()
@@ -250,6 +256,7 @@ class Pipeline:
         boxes = {output.box for output in self._outputs.values()}
         self._outputs.clear()
         for request in self._reasons:
+            request.ended = now
             self._metrics.count_end(request, ["error"], now)
         self._reasons.clear()
         for _, result, _ in self._in_flight:

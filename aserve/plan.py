@@ -30,6 +30,7 @@ class SlotUpdate(NamedTuple):
     num_prompt_tokens: int
     end_token_ids: tuple[int, ...] = ()  # masked while fewer than params.min_tokens are out
     tokens: tuple[int, ...] | None = None
+    num_top: int | None = None  # best tokens whose logprobs come with each draw, where it is not params.logprobs
 
 
 class BlockDelta(NamedTuple):

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from aserve.batch import Batch
-from aserve.block_manager import BlockManager, BlockTable
+from aserve.block_manager import BlockManager, BlockTable, num_common
 from aserve.plan import BlockCopy
 from aserve.preemption import Choice, CostModel
 from aserve.prefix_cache import HashChain, root_hash
@@ -64,12 +64,22 @@ class Residency:
         if len(unfinished) > self._batch.num_free_slots or any(sequence.num_inflight for sequence in unfinished):
             return "no slots"
         room = self._blocks.num_free - (0 if urgent else self._num_spare)
+        placed = [sequence for sequence in unfinished if sequence.output] or unfinished[:1]  # the others will fork
         if self.holds(request):
-            return "in" if self._bring_back(request, unfinished, draft, room) else "no blocks"
-        places = self._places(request, unfinished)
+            return "in" if self._bring_back(request, unfinished, len(placed), draft, room) else "no blocks"
+        num_shared = self._num_shared(request, placed)
+        places = self._places(request, placed, num_shared)
         if places is None:
             return "later"
-        return "in" if self._compute_in(request, places, draft, room) else "no blocks"
+        return "in" if self._compute_in(request, places, num_shared, draft, room) else "no blocks"
+
+    def _num_shared(self, request: Request, placed: list[Sequence]) -> int:
+        """Whole blocks that all of them begin with: of the prompt, and of the output that beams have in common."""
+        length = len(request.prompt)
+        if request.beams is not None and len(placed) > 1:
+            outputs = [sequence.output for sequence in placed]
+            length += num_common(min(outputs), max(outputs))
+        return length // self._blocks.block_size
 
     @property
     def _num_spare(self) -> int:
@@ -81,13 +91,11 @@ class Residency:
         """Memory ran out: more is kept spare."""
         self._headroom = min(MAX_HEADROOM, self._headroom + HEADROOM_RISE)
 
-    def _places(self, request: Request, unfinished: list[Sequence]) -> list[_Place] | None:
+    def _places(self, request: Request, placed: list[Sequence], num_shared: int) -> list[_Place] | None:
         """Where each sequence's KV would come from. None while another computes the leader's next block."""
-        leader = unfinished[0]
-        fresh = not leader.output  # then the other choices fork when the leader's prompt is done
-        num_shared = len(request.prompt) // self._blocks.block_size
+        leader = placed[0]
         places: list[_Place] = []
-        for sequence in unfinished[:1] if fresh else unfinished:
+        for sequence in placed:
             limit = (sequence.num_tokens - 1) // self._blocks.block_size  # the last token is always computed
             cached: list[int] = []
             if self._blocks.prefix_caching and request.params.prompt_logprobs is None:
@@ -110,9 +118,8 @@ class Residency:
                 return found, names[len(found)]
         return found, None
 
-    def _compute_in(self, request: Request, places: list[_Place], draft: Draft, room: int) -> bool:
+    def _compute_in(self, request: Request, places: list[_Place], num_shared: int, draft: Draft, room: int) -> bool:
         """Seats sequences whose KV is to be computed, beyond what the cache has. False where blocks are short."""
-        num_shared = len(request.prompt) // self._blocks.block_size
         need = sum(place.num_blocks - (num_shared if place.follows else len(place.cached)) for place in places)
         need += sum(map(self._blocks.is_idle, {block for place in places for block in place.cached}))
         if need > room:
@@ -147,15 +154,16 @@ class Residency:
         placed = {place.sequence for place in places}
         return [each for each in request.sequences if each.phase is not Phase.FINISHED and each not in placed]
 
-    def _bring_back(self, request: Request, unfinished: list[Sequence], draft: Draft, room: int) -> bool:
+    def _bring_back(
+        self, request: Request, unfinished: list[Sequence], num_placed: int, draft: Draft, room: int
+    ) -> bool:
         """Seats a parked request, or a swapped one with its KV copied back. False where blocks are short."""
         parked = request in self.parked
         held = self.parked if parked else self.swapped
         tables = held[request]
         size = self._blocks.block_size
         group = [(tables[sequence], sequence.num_computed // size) for sequence in unfinished if not parked]
-        fresh = not unfinished[0].output
-        lengths = [self._blocks.blocks_for(sequence.num_tokens) for sequence in unfinished[: 1 if fresh else None]]
+        lengths = [self._blocks.blocks_for(sequence.num_tokens) for sequence in unfinished[:num_placed]]
         more = [length - len(tables[each].blocks) for length, each in zip(lengths, unfinished, strict=False)]
         if self._blocks.num_swap_in(group) + sum(more) > room:
             return False
@@ -164,8 +172,7 @@ class Residency:
         seats = [self._seat(sequence, tables[sequence]) for sequence in unfinished]
         for seat, count in zip(seats, more, strict=False):
             self._blocks.allocate(seat.table, count)
-        if fresh:
-            seats, seats[0].forks = seats[:1], seats[1:]
+        seats, seats[0].forks = seats[:num_placed], seats[num_placed:]
         self._take_in(request, seats, seats[0].forks, draft)
         return True
 
@@ -194,7 +201,9 @@ class Residency:
         """Unseats a running request: its KV goes to the host pool where that is cheaper and fits, else it is computed
         again later. Returns how, and the copies of the next plan. Draws in flight still count."""
         request.num_preemptions += 1
-        tables = {seat.sequence: seat.table for seat in self._batch.groups[request]}
+        seats = self._batch.groups[request]
+        self._unwind_beams(seats)
+        tables = {seat.sequence: seat.table for seat in seats}
         choice = self._choose(request, tables, swappable=self._may_swap(request))
         if choice.kind == "recompute":
             self.discard(request)
@@ -211,7 +220,9 @@ class Residency:
         if not self._may_swap(request):
             self.discard(request, Phase.PAUSED)
             return
-        self.parked[request] = {seat.sequence: seat.table for seat in self._batch.groups[request]}
+        seats = self._batch.groups[request]
+        self._unwind_beams(seats)
+        self.parked[request] = {seat.sequence: seat.table for seat in seats}
         self._unseat(request, Phase.PAUSED)
 
     def unpark(self, request: Request) -> None:
@@ -249,6 +260,16 @@ class Residency:
             self._batch.remove(seat)
             seat.sequence.move(phase)
 
+    def _unwind_beams(self, seats: list[Seat]) -> None:
+        """Beams come back to where their search is: what they draw in flight, or have drawn before others of their
+        group, is found again from their last tokens."""
+        for seat in seats:
+            sequence = seat.sequence
+            if sequence.request.beams is not None:
+                seat.live = False
+                sequence.num_inflight = 0
+                sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
+
     def _choose(self, request: Request, tables: dict[Sequence, BlockTable], *, swappable: bool) -> Choice:
         owned = Counter(block for table, keep in self._computed(tables) for block in table.blocks[:keep])
         cached = [block for block in owned if self._blocks.is_cached(block)]
@@ -274,7 +295,9 @@ class Residency:
         for what the prefix cache still has."""
         if len(request.prompt_logprobs) < len(request.prompt) - 1:
             request.prompt_logprobs.clear()
-        for seat in self._batch.groups.get(request, [])[:]:
+        seats = self._batch.groups.get(request, [])[:]
+        self._unwind_beams(seats)
+        for seat in seats:
             self._batch.remove(seat)
             self._blocks.release(seat.table)
             seat.sequence.move(phase)

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from aserve.batch import Batch
+from aserve.beam_groups import settle
 from aserve.errors import AserveError, RequestFailedError
-from aserve.plan import StepResult
+from aserve.plan import StepResult, TokenLogprobs
 from aserve.preemption import CostModel
 from aserve.quarantine import Quarantine
 from aserve.request import FinishReason
@@ -107,8 +108,20 @@ class Results:
         if request.first_token is None and any(seat.live for seat in row.drawing):
             request.first_token = now
             self._roster.deadlines.reached_first_token(request)
-        self._commit_draws(row.drawing, result, index, events)
+        if request.beams is None:
+            self._commit_draws(row.drawing, result, index, events)
+        elif row.seat.live:
+            self._commit_beam(row.seat, result.logprobs[index], events)
         return index + len(row.drawing)
+
+    def _commit_beam(self, seat: Seat, found: TokenLogprobs, events: list[Event]) -> None:
+        """A beam drew nothing; what counts is which tokens were the best. The last of its group moves the search on."""
+        request = seat.sequence.request
+        seat.sequence.num_inflight -= 1
+        if self._batch.beams.take(seat, found, self._batch.groups[request]):
+            for sequence, reason in settle(request):
+                self._roster.end(sequence, reason)
+                events.append(Event(sequence, None, None, reason))
 
     # failures
 

@@ -10,6 +10,7 @@ from collections import deque
 from itertools import islice
 
 from aserve.batch import Batch
+from aserve.beam_groups import settle
 from aserve.deadlines import Deadlines
 from aserve.errors import AserveError
 from aserve.quarantine import Quarantine
@@ -101,6 +102,8 @@ class Roster:
     def end_all(self, request: Request) -> None:
         """Ends what is unfinished of a request for its cancel_reason, each sequence with an event."""
         assert request.cancel_reason is not None
+        if request.beams is not None:
+            settle(request, request.cancel_reason)
         for sequence in request.sequences:
             if sequence.phase is not Phase.FINISHED:
                 self.end(sequence, request.cancel_reason)

@@ -184,6 +184,7 @@ class Scheduler:
         if growing:
             self._batch.grow(draft, [seat for seat in growing if seat.active])
         decodes = self._batch.plan_decodes(draft)
+        self._batch.plan_beams(draft, self.max_num_batched_tokens)
         self._batch.plan_prefills(draft, self.max_num_batched_tokens)
         if not preempted:
             self._admit(draft, now, claimant)

@@ -58,10 +58,12 @@ class Seat:
 
     __slots__ = (
         "active",
+        "candidates",
         "chain",
         "computing",
         "constraint",
         "ends",
+        "forked_at",
         "forks",
         "full_at",
         "grow_at",
@@ -93,6 +95,8 @@ class Seat:
         self.computing: dict[bytes, None] = {}  # names of blocks that its chunks in flight fill
         self.forks: list[Seat] = []  # choices that will draw from this seat's prompt row
         self.shared: SharedPrefix | None = None
+        self.candidates: tuple[tuple[int, float], ...] | None = None  # a beam's best next tokens, until all have theirs
+        self.forked_at: int | None = None  # first entry of a beam's table that its slot does not know
         self.active = True
         self.live = True
 
@@ -109,6 +113,7 @@ class Seat:
             len(request.prompt),
             request.end_token_ids,
             tokens,
+            request.num_top,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared=st.integers(0, len(PREFIX)),
         own=st.lists(st.integers(10, 999), min_size=1, max_size=6),
         n=st.sampled_from([1, 1, 1, 2, 3]),
+        beams=st.sampled_from([None, None, 1, 2, 3]),
+        early_stopping=st.sampled_from([False, True, "never"]),
         max_tokens=st.sampled_from([None, 0, 1, 2, 7, 20]),
         seed=st.integers(0, 3),
         min_tokens=st.sampled_from([0, 0, 3]),
@@ -84,6 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared: int,
         own: list[int],
         n: int,
+        beams: int | None,
+        early_stopping: Any,
         max_tokens: int | None,
         seed: int,
         min_tokens: int,
@@ -96,10 +101,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         now = self.driver.now
         if max_tokens is not None:
             min_tokens = min(min_tokens, max_tokens)
+        params = SamplingParams(temperature=1.0, n=n, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
+        if beams is not None and max_tokens != 0:
+            params = replace(
+                params, n=min(n, beams), best_of=beams, use_beam_search=True, early_stopping=early_stopping
+            )
         add_request(
             self.driver,
             (*PREFIX[:shared], *own),
-            SamplingParams(temperature=1.0, n=n, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens),
+            params,
             priority=priority,
             tenant=tenant,
             cache_salt=salt,
@@ -146,11 +156,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = unfinished(self.driver)
         self.driver.scheduler.cancel(left[pick % len(left)].request, "cancelled")
 
-    @precondition(lambda self: any(each.output for each in unfinished(self.driver)))
     @rule(pick=st.integers(0, 100))
     def find_stop_string(self, pick: int) -> None:
-        left = [each for each in unfinished(self.driver) if each.output]
-        self.driver.finish(left[pick % len(left)])
+        left = [each for each in unfinished(self.driver) if each.output and each.request.beams is None]
+        if left:
+            self.driver.finish(left[pick % len(left)])
 
     @rule(fault=st.sampled_from(["one", "none", "all"]))
     def fail_next_step(self, fault: str) -> None:
@@ -200,6 +210,8 @@ def test_a_pool_under_pressure_changes_no_output(depth: int, preemption: Any, nu
         for _ in range(10):
             prompt = (*PREFIX[: rng.randint(0, 6)], *(rng.randrange(10, 999) for _ in range(rng.randint(1, 5))))
             params = SamplingParams(temperature=1.0, seed=rng.randrange(9), n=rng.choice([1, 1, 3]), max_tokens=30)
+            if rng.random() < 0.3:
+                params = replace(params, best_of=3, use_beam_search=True)
             if not add_request(driver, prompt, params, priority=rng.choice([0, 0, 1])):
                 add_request(driver, prompt, SamplingParams(temperature=1.0, max_tokens=30, seed=1))
             for _ in range(rng.randint(0, 3)):
