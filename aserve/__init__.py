@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aserve.llm import LLM
     from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
-    from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
+    from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
     from aserve.search import beam_search
     from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
@@ -68,6 +68,7 @@ __all__ = [
     "SlowReader",
     "Stream",
     "StructuredOutput",
+    "Timeline",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
@@ -92,6 +93,7 @@ _MODULES = {
     "SlowReader": "stream",
     "Stream": "stream",
     "StructuredOutput": "constraint",
+    "Timeline": "request",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",

@@ -375,7 +375,7 @@ def _lower(message: str) -> str:
 
 def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
     """Top-level names of a valid body that `kind` does not have: accepted, and reported to the client."""
-    known = kind.__struct_fields__
+    known = frozenset(kind.__struct_fields__)
     return [name for name in _KEYS.decode(body) if name not in known]
 
 
