@@ -35,8 +35,8 @@ class Points:
         self.count += 1
         while (frame := getattr(code, "cr_frame", None) or getattr(code, "ag_frame", None)) is not None:
             self.places.add((frame.f_code.co_filename, frame.f_lineno))
-            code = code.cr_await if asyncio.iscoroutine(code) else code.ag_await
-            if code is not None and not asyncio.iscoroutine(code):  # what steps an asynchronous generator hides it
+            code = code.cr_await if inspect.iscoroutine(code) else code.ag_await
+            if code is not None and not inspect.iscoroutine(code):  # what steps an asynchronous generator hides it
                 code = next(filter(inspect.isasyncgen, gc.get_referents(code)), None)
         if self.count == self.at:
             self.act(self)
@@ -92,7 +92,7 @@ def _factory(
     loop: asyncio.AbstractEventLoop, code: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
 ) -> asyncio.Task[Any]:
     points = _watched.get()
-    if points is not None and asyncio.iscoroutine(code):
+    if points is not None and inspect.iscoroutine(code):
         return asyncio.Task(_counted(code, points), loop=loop, **options)
     return asyncio.Task(code, loop=loop, **options)  # type: ignore[arg-type]
 

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.anyio
 MAX_MORE = 16  # tokens of a choice after the interruption: the loop's turns until the engine knows, and a few steps
 GRACE = {"x-resume-grace": "1000"}
 SAID = [{"role": "user", "content": "x"}]
-BODY: dict[str, Any] = {"prompt": "xyz", "max_tokens": 40, "temperature": 0, "n": 2}
+BODY: dict[str, Any] = {"prompt": "xyz", "max_tokens": 12, "temperature": 0, "n": 2}
+LONG = {**BODY, "max_tokens": 40}  # more than may come after an interruption
 
 
 @dataclass
@@ -108,11 +109,11 @@ class World:
 
 
 async def streamed(world: World) -> None:
-    await world.request("/v1/completions", {**BODY, "stream": True})
+    await world.request("/v1/completions", {**LONG, "stream": True})
 
 
 async def collected(world: World) -> None:
-    await world.request("/v1/completions", BODY)
+    await world.request("/v1/completions", LONG)
 
 
 async def several(world: World) -> None:
@@ -144,19 +145,19 @@ async def repeated(world: World) -> None:
 
 
 async def chat(world: World) -> None:
-    await world.request("/v1/chat/completions", {"messages": SAID, "max_tokens": 40, "stream": True})
+    await world.request("/v1/chat/completions", {"messages": SAID, "max_tokens": 12, "stream": True})
 
 
 async def collected_chat(world: World) -> None:
-    await world.request("/v1/chat/completions", {"messages": SAID, "max_tokens": 40})
+    await world.request("/v1/chat/completions", {"messages": SAID, "max_tokens": 12})
 
 
 async def response(world: World) -> None:
-    await world.request("/v1/responses", {"input": SAID, "max_output_tokens": 40, "stream": True})
+    await world.request("/v1/responses", {"input": SAID, "max_output_tokens": 12, "stream": True})
 
 
 async def collected_response(world: World) -> None:
-    await world.request("/v1/responses", {"input": SAID, "max_output_tokens": 40})
+    await world.request("/v1/responses", {"input": SAID, "max_output_tokens": 12})
 
 
 async def response_in_the_background(world: World) -> None:
@@ -200,7 +201,7 @@ async def long_chat(world: World) -> None:
 
 
 async def too_large(world: World) -> None:
-    app = create_app(world.engine, max_body_bytes=20)
+    app = create_app(world.engine, max_body_bytes=5)
     await world.request("/v1/completions", BODY, app=app)
 
 
@@ -243,9 +244,12 @@ async def searched(world: World) -> None:
 async def refused(world: World) -> None:
     """By a thread, at every way in."""
     engine, prompt = world.engine, "x" * 100_000
-    for code in (anext(engine.generate(prompt)), engine.generate(prompt).ready(), engine.generate_text(prompt)):
-        with contextlib.suppress(InvalidRequestError):
-            await code
+    with contextlib.suppress(InvalidRequestError):
+        await anext(engine.generate(prompt))
+    with contextlib.suppress(InvalidRequestError):
+        await engine.generate(prompt).ready()
+    with contextlib.suppress(InvalidRequestError):
+        await engine.generate_text(prompt)
     with contextlib.suppress(InvalidRequestError):
         await engine.submit_chat([{"role": "user", "content": prompt}])
     with contextlib.suppress(InvalidRequestError):
@@ -276,6 +280,10 @@ HTTP: list[Scenario] = [
     keyed,
     unlimited,
 ]
+
+
+def named(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 CALLS: list[Scenario] = [iterated, written, searched, refused]
@@ -328,8 +336,9 @@ async def interrupted(scenario: Scenario, depth: int, at: int | None, act: Calla
         assert not world.engine._pipeline._outputs  # type: ignore[union-attr]
         load = (await get(world.app, "/load")).json()
         assert load == {"server_load": 0, "running": 0, "waiting": 0}
-        for sequence, num_tokens in world.left.items():
-            assert len(sequence.output) <= num_tokens + MAX_MORE
+        if scenario not in (resumed, repeated):  # there it may run on while its client is between two connections
+            for sequence, num_tokens in world.left.items():
+                assert len(sequence.output) <= num_tokens + MAX_MORE
         outcomes = world.engine.metrics.outcomes
         assert sum(outcomes.values()) <= (3 if scenario in (several, crowded) else 2)
         assert outcomes["error"] == 0
@@ -340,14 +349,17 @@ async def _run(scenario: Scenario, world: World) -> None:
     await scenario(world)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("scenario", [*HTTP, *CALLS], ids=lambda scenario: scenario.__name__)
+BOTH_DEPTHS = [(scenario, depth) for scenario in (streamed, collected, iterated) for depth in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "depth"), BOTH_DEPTHS + [(scenario, 2) for scenario in [*HTTP[2:], *CALLS[1:]]], ids=named
+)
 async def test_a_task_cancelled_at_any_point_leaves_nothing(scenario: Scenario, depth: int) -> None:
     await at_every_point(scenario, depth, cancel_task)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("scenario", HTTP, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(("scenario", "depth"), BOTH_DEPTHS[:4] + [(scenario, 2) for scenario in HTTP[2:]], ids=named)
 async def test_a_client_that_leaves_at_any_point_leaves_nothing(scenario: Scenario, depth: int) -> None:
     await at_every_point(scenario, depth, hang_up)
 
@@ -355,18 +367,18 @@ async def test_a_client_that_leaves_at_any_point_leaves_nothing(scenario: Scenar
 async def at_every_point(scenario: Scenario, depth: int, act: Callable[[Points, World], None]) -> None:
     with anyio.fail_after(60):
         num_points = (await interrupted(scenario, depth, None, act)).count
-        assert num_points > 2
+        assert num_points
         for at in range(1, num_points + 1):
             await interrupted(scenario, depth, at, act)
 
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (
-    "routes/endpoint.py routes/http.py routes/completions.py routes/chat.py routes/responses.py routes/sse.py"
-    " routes/resume.py routes/middleware.py aserve/stream.py aserve/engine.py aserve/intake.py aserve/prompts.py"
-    " aserve/structured.py aserve/grammar.py aserve/search.py"
-).split()
-WAITS = {str(ROOT / name): waits(ROOT / name) for name in FILES}
+FILES = {
+    "routes": ("endpoint", "http", "completions", "chat", "responses", "sse", "resume", "middleware"),
+    "aserve": ("stream", "engine", "intake", "prompts", "structured", "grammar", "search"),
+}
+PATHS = [ROOT / package / f"{name}.py" for package, names in FILES.items() for name in names]
+WAITS = {str(path): waits(path) for path in PATHS}
 
 
 ELSEWHERE = ("Engine.start", "Engine.stop", "Engine._shut_down", "Engine.__a", "Engine.warm_up", "Engine.died")
