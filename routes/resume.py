@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import re
 from bisect import bisect_right
 
 import anyio
@@ -21,6 +22,7 @@ from routes.http import endpoint_errors, header
 from routes.records import Live, Record
 from routes.sse import EventStream
 
+_OFFSET = re.compile("[0-9]{1,18}")
 MAX_KEPT_BYTES = 64 << 20  # journals of streams that have ended: past it the oldest go
 
 
@@ -176,7 +178,7 @@ class Sessions:
             raise unknown(key)
         if body is not None and session.request != _identity(scope, body):
             raise InvalidRequestError("Last-Event-ID names a stream of another request", param="last-event-id")
-        if last and (named != key or not offset.isascii() or not offset.isdigit()):
+        if last and (named != key or not _OFFSET.fullmatch(offset)):
             raise InvalidRequestError("Last-Event-ID must be the id of an event of this stream", param="last-event-id")
         await self._read(session, int(offset or 0), scope, receive, send)
 

@@ -233,7 +233,8 @@ async def test_a_position_that_is_none_is_refused() -> None:
         app = create_app(engine)
         whole = await post(app, "/v1/completions", BODY, headers=GRACE)
         key = whole.headers["x-stream-id"]
-        for last, status in ((f"{key}:41", 404), (f"{key}:-1", 400), (f"{key}:x", 400), (f"{key}:", 400), ("x:1", 404)):
+        bad = ("-1", "x", "", "9" * 5000, "1_0")
+        for last, status in ((f"{key}:41", 404), *((f"{key}:{offset}", 400) for offset in bad), ("x:1", 404)):
             assert (await resume(app, last)).status == status
         assert (await get(app, f"/v1/streams/{key}", headers={"last-event-id": "other:1"})).status == 400
 
