@@ -204,7 +204,6 @@ class Residency:
         for seat in seats:
             sequence = seat.sequence
             if sequence.request.beams is not None:
-                seat.live = False
                 sequence.num_inflight = 0
                 sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
 

@@ -102,7 +102,7 @@ class Results:
             self._roster.deadlines.reached_first_token(request)
         if request.beams is None:
             self._commit_draws(row.drawing, result, index, events)
-        elif row.seat.live:
+        elif row.seat.live and row.seat.active:  # a preempted beam draws again
             self._commit_beam(row.seat, result.logprobs[index], events)
         return index + len(row.drawing)
 
