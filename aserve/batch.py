@@ -245,6 +245,7 @@ class Batch:
         draft.chunks.append(Chunk(seat.slot, start, tokens, tuple(each.slot for each in drawing if each.limit)))
         draft.rows.append(Row(seat, end, names, drawing))
         draft.num_tokens += end - start
+        draft.num_pairs += (end - start) * (end + start) / 2
         sequence.num_computed = end
         if seat.shared is not None:
             seat.shared.covered = end

@@ -147,4 +147,5 @@ class WorkerInfo:
     max_num_seqs: int = 64  # the options, resolved for the device
     max_num_batched_tokens: int = 512
     block_bytes: int = 0  # KV of one block, all layers; 0 makes a swap look free
+    copy_rate: float = 10e9  # bytes a second between the pools, as measured at start
     startup_seconds: float = 0.0

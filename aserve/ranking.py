@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from aserve.errors import AserveError
 from aserve.plan import TokenLogprobs
-from aserve.request import Delta, SamplingParams
-from aserve.stream import Change, Mailbox, join
+from aserve.request import Change, Delta, SamplingParams
+from aserve.stream import Mailbox, join
 
 
 class Ranking:

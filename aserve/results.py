@@ -37,8 +37,7 @@ class Results:
         step = self._steps.popleft()
         if step.number != result.number:
             raise ValueError(f"result of step {result.number} came where step {step.number} was due")
-        if step.rows:
-            self._costs.observe_prefill(step.num_tokens, result.timings.compute)
+        self._observe(step, result.timings.compute)
         if result.bad:
             self._fail_bad(step, result.bad)
         suspect = self._quarantine.on_trial
@@ -52,6 +51,15 @@ class Results:
                 row.keep_prompt_logprobs(result.prompt_logprobs[chunk])
             index = self._commit_row(row, result, index, events, now)
         return events
+
+    def _observe(self, step: Step, seconds: float) -> None:
+        """What the step took tells the cost model what tokens cost."""
+        if step.swaps:
+            return
+        if step.rows:
+            self._costs.observe_chunks(step.num_tokens - len(step.decoding), step.num_pairs, seconds)
+        else:
+            self._costs.observe_decode(seconds)
 
     def _commit_draws(self, seats: Iterable[Seat], result: StepResult, index: int, events: list[Event]) -> None:
         """The hot loop: appends each seat's token and ends it where the token, or their number, says so."""

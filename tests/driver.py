@@ -107,7 +107,8 @@ class Driver:
         else:
             events = self.scheduler.take_events()
             self.take(events)
-            assert events or not self.scheduler.num_unfinished, "nothing planned, nothing in flight, work left"
+            left = self.scheduler.num_unfinished - self.scheduler.stats().num_paused
+            assert events or not left, "nothing planned, nothing in flight, work left"
         self.now += 1.0
         return events
 

@@ -16,7 +16,7 @@ from aserve.admission import Limits, admit
 from aserve.errors import AserveError
 from aserve.executors import StepError
 from aserve.plan import StepPlan
-from aserve.request import Phase, SamplingParams, Sequence
+from aserve.request import Phase, Request, SamplingParams, Sequence
 from tests.driver import Driver
 from tests.fakes import make_request
 
@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, **options: Any) -> None:
         self.driver = Driver(max_model_len=64, **options)
+        self.paused: list[Request] = []
         self.failures: list[str] = []  # whose fault the next steps' failures are
         self.driver.runner.before_step = self.maybe_fail
 
@@ -135,6 +136,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: bool(unfinished(self.driver)))
     @rule(pick=st.integers(0, 100))
+    def change_pace(self, pick: int) -> None:
+        left = unfinished(self.driver)
+        request = left[pick % len(left)].request
+        if request in self.paused:
+            self.paused.remove(request)
+            self.driver.scheduler.pause(request, paused=False)
+        else:
+            self.paused.append(request)
+            self.driver.scheduler.pause(request, paused=True)
+
+    @precondition(lambda self: bool(unfinished(self.driver)))
+    @rule(pick=st.integers(0, 100))
+    def leave_or_return(self, pick: int) -> None:
+        left = unfinished(self.driver)
+        request = left[pick % len(left)].request
+        request.detached = not request.detached
+
+    @precondition(lambda self: bool(unfinished(self.driver)))
+    @rule(pick=st.integers(0, 100))
     def cancel(self, pick: int) -> None:
         left = unfinished(self.driver)
         self.driver.scheduler.cancel(left[pick % len(left)].request, "cancelled")
@@ -173,6 +193,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             self.failures.clear()
+            for request in self.paused:
+                self.driver.scheduler.pause(request, paused=False)
             self.driver.run()
 
 
