@@ -111,14 +111,17 @@ class Results:
         if request.beams is None:
             self._commit_draws(row.drawing, result, index, events)
         elif row.seat.live and row.seat.active:  # a preempted beam draws again
-            self._commit_beam(row.seat, result.logprobs[index], events)
+            self._commit_beam(row.seat, result.logprobs.get(index), events)
         return index + len(row.drawing)
 
-    def _commit_beam(self, seat: Seat, found: TokenLogprobs, events: list[Event]) -> None:
-        """A beam drew nothing; what counts is which tokens were the best. The last of its group moves the search on."""
+    def _commit_beam(self, seat: Seat, found: TokenLogprobs | None, events: list[Event]) -> None:
+        """What a beam drew does not count, but which tokens were the best. The last of its group moves the search
+        on."""
         request = seat.sequence.request
         seat.sequence.num_inflight -= 1
-        if self._batch.beams.take(seat, found, self._batch.groups[request]):
+        if found is None:
+            self._roster.fail(request, RequestFailedError("the executor gave no logprobs, which beams are ranked by"))
+        elif self._batch.beams.take(seat, found, self._batch.groups[request]):
             for sequence, reason in settle(request):
                 self._roster.end(sequence, reason)
                 events.append(Event(sequence, None, None, reason))
