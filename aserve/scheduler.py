@@ -296,8 +296,10 @@ class Scheduler:
 
     def _enter(self, request: Request, draft: Draft) -> Entry:
         """Seats the request where there is room, or where requests whose readers are behind have some."""
-        while (state := self._residency.enter(request, draft)) == "no blocks" and self._evict_parked(request):
-            pass
+        while (state := self._residency.enter(request, draft)) == "no blocks":
+            # a plan's copies out go before those in: they must not take host blocks that these are still read from
+            if draft.swap_in or not self._evict_parked(request):
+                break
         return state
 
     def _has_room(self, draft: Draft) -> bool:
