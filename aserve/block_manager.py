@@ -126,8 +126,9 @@ class BlockManager:
         return BlockCopy(source, target)
 
     def num_unshared(self, group: Iterable[tuple[BlockTable, int]]) -> int:
-        """Device blocks that unshare would take, at most."""
-        return sum(self._count[block] > 1 for table, num_full in group for block in table.blocks[num_full:])
+        """Device blocks that unshare would take: the last of those that share a block may keep it."""
+        sharers = Counter(block for table, num_full in group for block in table.blocks[num_full:])
+        return sum(count - (self._count[block] == count) for block, count in sharers.items())
 
     def unshare(self, group: Iterable[tuple[BlockTable, int]]) -> list[BlockCopy]:
         """Makes what follows each table's first `num_full` blocks its own, since it will be written."""

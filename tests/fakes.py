@@ -194,6 +194,8 @@ class FakeRunner:
         for chunk in plan.chunks:
             self._check_chunk(chunk)
             rows.append((self._forward(chunk.slot, chunk.start, chunk.tokens), chunk.draws))
+            for slot in chunk.draws if self.slots[chunk.slot].lost else ():
+                self.slots[slot].lost = True
         result = StepResult(plan.number, [])
         masks = {slot: mask.read() for slot, mask in plan.masks}
         bad = []
