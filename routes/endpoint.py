@@ -17,7 +17,7 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from aserve import Completion, Engine, NotFoundError, SamplingParams, SlowReader, Stream
+from aserve import Completion, Engine, InvalidRequestError, NotFoundError, SamplingParams, SlowReader, Stream
 from routes.chunks import B, Job
 from routes.http import ClientGone, endpoint_errors, header, json_response, read_body, unless_gone, warning_headers
 from routes.records import Live, Record, abnormal
@@ -101,9 +101,13 @@ class GenerationEndpoint(ABC, Generic[B]):
             body: B = parse(raw, self.kind)
             body.check()
             model = self.options.check_model(self.engine, body.model)
-            params = body.params(self.engine.default_sampling())
             headers = warning_headers(unknown_fields(raw, self.kind))
-            streams = await self.submit(body, params, record)
+            params = body.params(self.engine.default_sampling())
+            try:
+                streams = await self.submit(body, params, record)
+            except InvalidRequestError as error:
+                body.rename(error)
+                raise
             job = Job(body, params, model, int(time.time()), streams)
             self.live.add(record, streams)
             if body.stream and grace:
