@@ -1,8 +1,8 @@
 """How long a request must wait at least, from what recent steps and ends have shown.
 
-roster.py and results.py tell it what happened; admission refuses by it, and roster.py gives up early what it says cannot
-be done in time. Every number errs towards hope: the best rates seen of late, and nothing that may turn out shorter.
-Pure arithmetic, no clock.
+roster.py and results.py tell it what happened; admission refuses by it, and roster.py gives up early what cannot be
+done in time. Every number errs towards hope: the best rates seen of late, and nothing that may turn out shorter. Pure
+arithmetic, no clock.
 """
 
 from __future__ import annotations

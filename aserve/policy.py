@@ -12,6 +12,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import ClassVar
 
 from aserve.errors import ConfigError
 from aserve.lazy_heap import LazyHeap
@@ -21,7 +22,10 @@ MAX_IDLE_TENANTS = 1024
 
 
 class Policy(ABC):
-    """The waiting requests, and which goes next."""
+    """The waiting requests, and which goes next. `in_order` says that those of one tenant and priority go in order of
+    arrival: then a request whose wait is too long for its ttft_timeout is refused at once."""
+
+    in_order: ClassVar[bool] = False
 
     @abstractmethod
     def add(self, request: Request) -> None:
@@ -55,6 +59,8 @@ class Policy(ABC):
 class FCFSPolicy(Policy):
     """First come, first served; waiting is bounded by who came before."""
 
+    in_order = True
+
     def __init__(self) -> None:
         self._waiting: OrderedDict[Request, None] = OrderedDict()  # a dict would scan the entries taken from its front
 
@@ -74,6 +80,8 @@ class FCFSPolicy(Policy):
 class PriorityPolicy(Policy):
     """Lowest `priority` first. Waiting is bounded by ageing: each `seconds_per_level` of waiting counts as one level,
     which keeps the order of any two requests constant, so a heap does."""
+
+    in_order = True
 
     def __init__(self, seconds_per_level: float = 10.0) -> None:
         self._seconds_per_level = seconds_per_level
@@ -112,6 +120,8 @@ class FairPolicy(Policy):
     has waited `patience` seconds. With `preempt`, a tenant that was served less than the one that runs most, and runs
     clearly less, takes a place from it at once: a flood that came first does not delay others.
     """
+
+    in_order = True
 
     def __init__(self, patience: float = 30.0, *, preempt: bool = True) -> None:
         self._patience = patience
