@@ -128,7 +128,7 @@ class FairPolicy(Policy):
         self._preempt = preempt
         self._tenants: dict[str, _Tenant] = {}
         self._order: LazyHeap[str] = LazyHeap()  # tenants with waiting requests
-        self._oldest: LazyHeap[Request] = LazyHeap()
+        self._by_age: OrderedDict[Request, None] = OrderedDict()
         self._level = 0.0  # `served` of the tenant last admitted
         self._turn = 0
         self._sweep_at = MAX_IDLE_TENANTS
@@ -141,15 +141,15 @@ class FairPolicy(Policy):
         if not tenant.waiting:
             tenant.served = max(tenant.served, self._level)
         tenant.waiting.push((request.priority, request.arrival, request.id), request)
-        self._oldest.push((request.arrival, request.id), request)
+        self._by_age[request] = None
         self._place(request.tenant, tenant)
 
     def peek(self, now: float) -> Request | None:
-        oldest = self._oldest.peek()
+        oldest = next(iter(self._by_age), None)
         if oldest is None:
             return None
-        if self._turn == 3 and now - oldest[1].arrival >= self._patience:
-            return oldest[1]
+        if self._turn == 3 and now - oldest.arrival >= self._patience:
+            return oldest
         first = self._order.peek()
         assert first is not None
         head = self._tenants[first[1]].waiting.peek()
@@ -157,9 +157,9 @@ class FairPolicy(Policy):
         return head[1]
 
     def remove(self, request: Request) -> None:
-        if request not in self._oldest:
+        if request not in self._by_age:
             return
-        self._oldest.discard(request)
+        del self._by_age[request]
         tenant = self._tenants[request.tenant]
         tenant.waiting.discard(request)
         if request.cancel_reason is None:  # admitted
@@ -189,7 +189,7 @@ class FairPolicy(Policy):
         return most
 
     def __len__(self) -> int:
-        return len(self._oldest)
+        return len(self._by_age)
 
     def _least(self) -> float:
         first = self._order.peek()
