@@ -96,7 +96,7 @@ def _check_queue(limits: Limits, load: Load, patience: float | None) -> None:
             "try again later",
             retry_after=retry_after,
         )
-    if patience is not None and load.least_wait > patience:
+    if patience is not None and load.least_wait > max(0.0, patience):
         raise OverloadedError(
             f"the first token would come in {load.least_wait:.1f} s at the earliest, after the ttft_timeout",
             retry_after=retry_after,
