@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OverloadedError,
         RequestFailedError,
         RequestTooLargeError,
+        TooManyRequestsError,
     )
     from aserve.llm import LLM
     from aserve.metrics import EngineStats, Metrics
@@ -71,6 +72,7 @@ __all__ = [
     "Timeline",
     "TokenLogprobs",
     "Tokenizer",
+    "TooManyRequestsError",
     "Usage",
     "WorkerInfo",
     "beam_search",
@@ -96,6 +98,7 @@ _MODULES = {
     "Timeline": "request",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
+    "TooManyRequestsError": "errors",
     "Usage": "request",
     "WorkerInfo": "plan",
     "beam_search": "search",

@@ -50,6 +50,7 @@ _ENGINE_HELP = {
     "enforce_eager": "no CUDA graphs",
     "seed": "of dummy weights; a request has its own, or fresh random bits",
     "max_queue": "waiting requests; one more is refused with 503",
+    "max_queue_per_tenant": "waiting requests of one API key or user; one more is refused with 429 (default: any)",
     "max_n": "choices a request may ask for",
     "num_threads": "CPU threads of the model (default: the cores this process may use)",
     "depth": "steps in flight (default: 2 on CUDA, 1 on CPU)",

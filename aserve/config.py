@@ -52,6 +52,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     seed: int = 0  # of dummy weights; a request has its own, or 64 fresh random bits
     max_queue: int = 10_000  # waiting requests; one more is refused
+    max_queue_per_tenant: int | None = None  # waiting requests of one API key or user; one more is refused
     max_n: int = 128
     num_threads: int | None = None  # CPU threads of the model; None is the cores this process may use
     depth: int | None = None  # steps in flight; None: 2 on CUDA, 1 on CPU
@@ -64,6 +65,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("num_gpu_blocks_override", 1),
             ("kv_cache_memory", 1),
+            ("max_queue_per_tenant", 1),
             ("num_threads", 1),
             ("depth", 1),
         ):

@@ -211,6 +211,8 @@ class Engine:
             num_output_tokens=self.metrics.num_output_tokens,
             num_prefix_hit_tokens=now.num_prefix_hit_tokens,
             num_preemptions=now.num_preemptions,
+            swap_out_bytes=now.num_blocks_out * self.info.block_bytes,
+            swap_in_bytes=now.num_blocks_in * self.info.block_bytes,
             last_step_seconds=self._pipeline.last_step_seconds,
             last_step_age=None if last is None else time - last,
             oldest_wait=self._scheduler.oldest_wait(time),
@@ -316,7 +318,8 @@ class Engine:
             constraints = await self._intake.constraints(params)
             self.check()
             call = Call(key, prompt, params, constraints, options, arrival)
-            request = self._intake.admit(call, num_waiting=self._scheduler.num_waiting)
+            load = self._scheduler.load(options.get("tenant", ""), options.get("priority", 0))
+            request = self._intake.admit(call, load, self._loop.time())
         except AserveError:
             self.metrics.num_refused += 1
             raise

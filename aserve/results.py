@@ -37,7 +37,7 @@ class Results:
         step = self._steps.popleft()
         if step.number != result.number:
             raise ValueError(f"result of step {result.number} came where step {step.number} was due")
-        self._observe(step, result.timings.compute)
+        self._observe(step, result)
         if result.bad:
             self._fail_bad(step, result.bad)
         suspect = self._quarantine.on_trial
@@ -52,8 +52,10 @@ class Results:
             index = self._commit_row(row, result, index, events, now)
         return events
 
-    def _observe(self, step: Step, seconds: float) -> None:
-        """What the step took tells the cost model what tokens cost."""
+    def _observe(self, step: Step, result: StepResult) -> None:
+        """What the step took tells what tokens cost, and how fast they come at best."""
+        seconds = result.timings.compute
+        self._roster.forecast.observe_step(step.num_tokens, len(result.tokens), seconds)
         if step.swaps:
             return
         if step.rows:

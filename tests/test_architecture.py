@@ -51,8 +51,8 @@ LAYERS = (
     _layer("words", "beams config constraint errors request plan", "", stdlib_only=True),
     _layer(
         "pure",
-        "admission batch beam_groups block_manager claims deadlines detokenizer lazy_heap metrics policy preemption"
-        " prefix_cache quarantine residency results roster scheduler seat simulation.* waiting",
+        "admission batch beam_groups block_manager claims deadlines detokenizer forecast lazy_heap metrics policy"
+        " preemption prefix_cache quarantine residency results roster scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
