@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aserve.beams import Beam, BeamSearch, beam_search, run_beams
     from aserve.chat_template import ChatMessage
-    from aserve.client import Client
+    from aserve.client import ChatDelta, Client, ToolCallDelta
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
     from aserve.engine import Engine
@@ -44,6 +44,7 @@ __all__ = [
     "AuthenticationError",
     "Beam",
     "BeamSearch",
+    "ChatDelta",
     "ChatMessage",
     "Client",
     "Completion",
@@ -70,6 +71,7 @@ __all__ = [
     "Timeline",
     "TokenLogprobs",
     "Tokenizer",
+    "ToolCallDelta",
     "Usage",
     "WorkerInfo",
     "beam_search",
@@ -79,6 +81,7 @@ __all__ = [
 _MODULES = {
     "Beam": "beams",
     "BeamSearch": "beams",
+    "ChatDelta": "client",
     "ChatMessage": "chat_template",
     "Client": "client",
     "Completion": "request",
@@ -96,6 +99,7 @@ _MODULES = {
     "Timeline": "request",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
+    "ToolCallDelta": "client",
     "Usage": "request",
     "WorkerInfo": "plan",
     "beam_search": "beams",

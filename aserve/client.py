@@ -272,6 +272,7 @@ def _error(status: int, body: bytes) -> AserveError:
     if kind is None:
         kind = InvalidRequestError if 400 <= status < 500 else RequestFailedError
     error = kind(message) if kind is OverloadedError else kind(message, param=param)
-    error.status = status
+    if code not in _ERRORS:  # inside a stream there is no status but that of its beginning
+        error.status = status
     error.code = code or error.code
     return error
