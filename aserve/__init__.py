@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aserve.beams import Beam, BeamSearch, beam_search, run_beams
+    from aserve.beams import Beam, BeamSearch
     from aserve.chat_template import ChatMessage
     from aserve.client import ChatDelta, Client, ToolCallDelta
     from aserve.config import EngineConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
+    from aserve.search import beam_search
     from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
 
@@ -75,7 +76,6 @@ __all__ = [
     "Usage",
     "WorkerInfo",
     "beam_search",
-    "run_beams",
 ]
 
 _MODULES = {
@@ -102,8 +102,7 @@ _MODULES = {
     "ToolCallDelta": "client",
     "Usage": "request",
     "WorkerInfo": "plan",
-    "beam_search": "beams",
-    "run_beams": "beams",
+    "beam_search": "search",
 }
 
 

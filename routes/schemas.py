@@ -17,7 +17,6 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from aserve import InvalidRequestError, SamplingParams, StructuredOutput
-from routes import choices
 from routes.messages import Message, conversation
 from routes.structured import structured_output, tool_calls
 from routes.turn import ToolUse
@@ -96,7 +95,6 @@ class Body(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidRequestError, naming the field, for what no other part of the way would notice."""
-        choices.check(self)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
         for name in ("timeout", "ttft_timeout"):
@@ -135,14 +133,15 @@ class Body(msgspec.Struct, kw_only=True):
         return None
 
     def sampling(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
-        """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
+        """The body's parameters over the model's `defaults`, of which beam search takes none. Raises
+        InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
         given["structured"] = structured_output(self, self.forced_calls(), format_field=self.format_field)
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         try:
-            return SamplingParams(**{**defaults, **given})
+            return SamplingParams(**{**({} if self.use_beam_search else defaults), **given})
         except InvalidRequestError as error:
             self.rename(error)
             raise
@@ -344,7 +343,7 @@ def _lower(message: str) -> str:
 
 def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
     """Top-level names of a valid body that `kind` does not have: accepted, and reported to the client."""
-    known = kind.__struct_fields__
+    known = frozenset(kind.__struct_fields__)
     return [name for name in _KEYS.decode(body) if name not in known]
 
 
