@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aserve.beams import Beam, BeamSearch
     from aserve.chat_template import ChatMessage
-    from aserve.client import Client
+    from aserve.client import ChatDelta, Client, ToolCallDelta
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
     from aserve.engine import Engine
@@ -46,6 +46,7 @@ __all__ = [
     "AuthenticationError",
     "Beam",
     "BeamSearch",
+    "ChatDelta",
     "ChatMessage",
     "Client",
     "Completion",
@@ -73,6 +74,7 @@ __all__ = [
     "TokenLogprobs",
     "Tokenizer",
     "TooManyRequestsError",
+    "ToolCallDelta",
     "Usage",
     "WorkerInfo",
     "beam_search",
@@ -81,6 +83,7 @@ __all__ = [
 _MODULES = {
     "Beam": "beams",
     "BeamSearch": "beams",
+    "ChatDelta": "client",
     "ChatMessage": "chat_template",
     "Client": "client",
     "Completion": "request",
@@ -99,6 +102,7 @@ _MODULES = {
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "TooManyRequestsError": "errors",
+    "ToolCallDelta": "client",
     "Usage": "request",
     "WorkerInfo": "plan",
     "beam_search": "search",
