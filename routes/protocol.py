@@ -22,6 +22,7 @@ from routes.http import error_response
 
 MAX_HEAD_BYTES = 64 << 10  # of a head, and of framing and trailers beyond what the body explains
 MAX_PIPELINED = 16  # each with at most _SLICE bytes of body until its turn comes
+MAX_DROPPED_BYTES = 64 << 20
 MAX_INCOMING_BYTES = 256 << 20  # of bodies that are not whole yet
 REQUEST_SECONDS = 60.0  # from the first byte of a request to its last, and for the first request to begin
 DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
@@ -48,6 +49,7 @@ class Protocol(HttpToolsProtocol):
         self._whole = False  # no request is on its way
         self._num_extra = 0  # bytes of the request besides its body
         self._num_body = 0  # those that num_incoming counts
+        self._num_dropped = 0  # bytes of bodies that came after their refusal
         self._fed = 0  # body bytes in the data at hand
         self._method = self._version = b""
         self._running: RequestResponseCycle | None = None  # the request being served; `cycle` is the latest to come
@@ -112,6 +114,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head, self._whole, self._num_extra = True, False, 0
+        if self._late is not None:  # it has its own time
+            self._late.cancel()
+            self._late = None
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -137,8 +142,14 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._fed += len(body)
-        self._num_body += len(body)
-        Protocol.num_incoming += len(body)
+        if self.cycle.response_started:  # refused: what still comes is dropped
+            self._forget_body()
+            self._num_dropped += len(body)
+            if self._num_dropped > MAX_DROPPED_BYTES:
+                raise self._stop(InvalidRequestError("the body was refused"))
+        else:
+            self._num_body += len(body)
+            Protocol.num_incoming += len(body)
         if self.cycle is not self._running and len(self.cycle.body) + len(body) > _SLICE:
             raise self._stop(InvalidRequestError("a body this large must wait for the answer before it"))
         super().on_body(body)

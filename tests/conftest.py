@@ -12,6 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--live", metavar="URL", help="run what can against this server, in place of one of the tests' own"
     )
+    parser.addoption("--ping-interval", metavar="S", type=float, default=15.0, help="of the server of --live")
     parser.addoption("--walks", metavar="N", type=int, default=20, help="how many the scheduler's slow test takes")
     parser.addoption("--soak", metavar="SECONDS", type=float, help="how long the soak test loads the server")
 

@@ -57,4 +57,7 @@ async def test_the_stream_is_server_sent_events_and_ends_with_its_client() -> No
         with anyio.fail_after(20):
             reply: Reply = await get(app, "/v1/stats/stream", disconnect_at=2)
     assert reply.headers["content-type"].startswith("text/event-stream")
-    assert json.loads(reply.bodies[0].decode().removeprefix("data: "))["running"] == 0
+    assert (reply.headers["cache-control"], reply.headers["x-accel-buffering"]) == ("no-cache", "no")
+    number, data = reply.bodies[0].decode().splitlines()[:2]
+    assert number == "id: 1"
+    assert json.loads(data.removeprefix("data: "))["running"] == 0

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from aserve.engine import Engine
@@ -40,10 +41,14 @@ def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-async def test_twenty_starts_and_stops_leave_no_thread_task_or_engine(depth: int) -> None:
+async def test_fifty_starts_and_stops_leave_no_thread_task_file_engine_or_memory(depth: int) -> None:
     tasks = asyncio.all_tasks()
     engines: list[weakref.ref[Engine]] = []
-    for _ in range(20):
+    usage: list[tuple[int, int, int]] = []  # files, threads, bytes
+    for turn in range(50):
+        if turn in (10, 49):  # the first ones make what stays
+            gc.collect()
+            usage.append(await asyncio.to_thread(_usage))
         runner = word_runner(depth=depth)
         async with Engine(executor=ThreadExecutor(runner), tokenizer=TEXT) as engine:
             engines.append(weakref.ref(engine))
@@ -56,6 +61,13 @@ async def test_twenty_starts_and_stops_leave_no_thread_task_or_engine(depth: int
     assert asyncio.all_tasks() == tasks
     gc.collect()
     assert [reference for reference in engines if reference() is not None] == []
+    assert usage[1][:2] == usage[0][:2]
+    assert usage[1][2] - usage[0][2] < 4 << 20
+
+
+def _usage() -> tuple[int, int, int]:
+    process = psutil.Process()
+    return process.num_fds(), process.num_threads(), process.memory_info().rss
 
 
 async def test_several_engines_serve_side_by_side() -> None:

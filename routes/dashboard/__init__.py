@@ -38,22 +38,26 @@ class Dashboard:
     async def stream(self, request: Request) -> Response:
         """The numbers, as server-sent events of one JSON object each."""
         self._engine.check()
-        return EventSourceResponse(self._numbers(), ping=PING_SECONDS, sep="\n")
+        headers = {"cache-control": "no-cache"}
+        return EventSourceResponse(self._numbers(), ping=PING_SECONDS, sep="\n", headers=headers)
 
     async def _numbers(self) -> AsyncIterator[dict[str, str]]:
         """Ends when the engine drains, so that a watcher does not hold up the shutdown."""
         before, began = self._engine.stats(), self._clock()
+        number = 0
         while not self._engine.draining:
+            number += 1
             now, clock = self._engine.stats(), self._clock()
             seconds = max(clock - began, 1e-6)
             yield {
+                "id": str(number),
                 "data": json.dumps(
                     self._snapshot()
                     | {
                         "tokens_per_second": round((now.num_output_tokens - before.num_output_tokens) / seconds, 1),
                         "steps_per_second": round((now.num_steps - before.num_steps) / seconds, 1),
                     }
-                )
+                ),
             }
             before, began = now, clock
             await anyio.sleep(self._interval)

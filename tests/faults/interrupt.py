@@ -2,15 +2,20 @@
 
 `Points` installs a task factory: every task made inside `watch` (and every task those make) counts each time it gives
 the loop its turn. At the chosen count something happens: the root task is cancelled, say. Running the code once with
-no choice gives the number of points; then each can be tried.
+no choice gives the number of points; then each can be tried. `places` collects the lines that were waited at, so that
+a test can say which `await`s of a source file no scenario has stopped at.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import gc
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 _watched: ContextVar[Points | None] = ContextVar("watched", default=None)
 
@@ -22,10 +27,17 @@ class Points:
         self.at = at
         self.act = act
         self.count = 0
+        self.places: set[tuple[str, int]] = set()  # file and line of every frame that waited
         self.root: asyncio.Task[Any] | None = None
 
-    def passed(self) -> None:
+    def passed(self, code: Any) -> None:
+        """`code` is suspended. Each coroutine names the one that it waits for."""
         self.count += 1
+        while (frame := getattr(code, "cr_frame", None) or getattr(code, "ag_frame", None)) is not None:
+            self.places.add((frame.f_code.co_filename, frame.f_lineno))
+            code = code.cr_await if inspect.iscoroutine(code) else code.ag_await
+            if code is not None and not inspect.iscoroutine(code):  # what steps an asynchronous generator hides it
+                code = next(filter(inspect.isasyncgen, gc.get_referents(code)), None)
         if self.count == self.at:
             self.act(self)
 
@@ -46,11 +58,41 @@ class Points:
             loop.set_task_factory(before)
 
 
+class Wait(NamedTuple):
+    """An `await`, `async for` or `async with` of a source file: the lines that a frame is at while it waits."""
+
+    function: str
+    code: str
+    first: int
+    last: int
+
+
+def waits(path: Path) -> list[Wait]:
+    """Every place in a file's coroutines where they may wait."""
+    source = path.read_text(encoding="utf-8")
+    found: list[Wait] = []
+
+    def walk(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef | ast.ClassDef):
+            function = f"{function}.{node.name}".lstrip(".")
+        if isinstance(node, ast.Await):
+            found.append(Wait(function, ast.unparse(node), node.lineno, node.end_lineno or node.lineno))
+        elif isinstance(node, ast.AsyncFor | ast.AsyncWith):
+            head = node.iter if isinstance(node, ast.AsyncFor) else node.items[-1].context_expr
+            text = ast.unparse(node).splitlines()[0]
+            found.append(Wait(function, text, node.lineno, head.end_lineno or node.lineno))
+        for child in ast.iter_child_nodes(node):
+            walk(child, function)
+
+    walk(ast.parse(source), "")
+    return found
+
+
 def _factory(
     loop: asyncio.AbstractEventLoop, code: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
 ) -> asyncio.Task[Any]:
     points = _watched.get()
-    if points is not None and asyncio.iscoroutine(code):
+    if points is not None and inspect.iscoroutine(code):
         return asyncio.Task(_counted(code, points), loop=loop, **options)
     return asyncio.Task(code, loop=loop, **options)  # type: ignore[arg-type]
 
@@ -72,7 +114,7 @@ class _Counter(Awaitable[Any]):
                 waiting = resume()
             except StopIteration as end:
                 return end.value
-            self._points.passed()
+            self._points.passed(self._code)
             try:
                 value = yield waiting
             except BaseException as error:

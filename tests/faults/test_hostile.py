@@ -135,12 +135,10 @@ def test_a_flood_ends_with_its_connection(live: str) -> None:
         sock = await connect(live)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         loop = asyncio.get_running_loop()
-        num_sent = 0
         with sock, pytest.raises(ConnectionError):
             await loop.sock_sendall(sock, first)
-            while num_sent < 64 << 20:
+            while True:
                 await loop.sock_sendall(sock, unit)
-                num_sent += len(unit)
 
     async def main() -> None:
         for name, (first, more) in FLOODS.items():
@@ -175,7 +173,7 @@ def test_a_client_that_sent_two_requests_and_left_is_missed(live: str) -> None:
 def test_bodies_that_are_made_to_be_costly_are_refused(live: str) -> None:
     async def main() -> None:
         for name, body in BODIES.items():
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(15):
                 status, answer = await fetch(live, "POST", PATH, body, {"connection": "close"})
             assert status == 400, name
             assert json.loads(answer)["error"]["type"] == "invalid_request_error"

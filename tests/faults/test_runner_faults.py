@@ -104,6 +104,18 @@ def test_the_process_tells_its_clients_and_exits(fault: Fault) -> None:
         assert process.child.wait(timeout=8) != 0
 
 
+def test_a_server_that_is_killed_leaves_no_answer_that_looks_whole() -> None:
+    """There is no worker process: what kills the worker kills the server, and its clients' connections."""
+    with server() as process, httpx.Client(timeout=10) as client:
+        body = {**GOOD, "max_tokens": 4000}
+        with client.stream("POST", process.url + "/v1/completions", json=body) as response:
+            received = events(response.iter_lines())
+            next(received)
+            process.child.kill()
+            with pytest.raises(httpx.TransportError):
+                list(received)
+
+
 def test_a_process_told_to_stay_says_that_it_is_dead() -> None:
     with server(fault="die", exit_on_death=False) as process, httpx.Client(timeout=10) as client:
         assert client.post(process.url + "/v1/completions", json=BAD).status_code == 503
