@@ -102,7 +102,7 @@ class ThreadExecutor:
 
     def _launch(self, runner: Runner, *, ahead: bool) -> None:
         """Launches plans until told to stop. With depth 1 the result is waited for here, saving a thread switch."""
-        while (step := self._plans.get()) is not None:
+        while (step := self._next(runner)) is not None:
             plan, future = step
             try:
                 handle = runner.launch(plan)
@@ -112,6 +112,12 @@ class ThreadExecutor:
                     self._deliver(future, runner.wait(handle))
             except StepError as error:
                 self._post(self._finish, future, None, error)
+
+    def _next(self, runner: Runner) -> _Step | None:
+        """The next plan. Until there is one, and with none in flight, the runner does what could wait."""
+        while self._plans.empty() and not self._in_flight and runner.idle():
+            pass
+        return self._plans.get()
 
     def _wait(self, runner: Runner) -> None:
         """On the waiting thread: gives out results in order of launch."""

@@ -1,8 +1,8 @@
 """Per-slot state on the device, and the tensors of one step made from it and a plan's deltas.
 
 Owned by runner.py. `SlotState.apply` uploads what a plan changed, in one transfer; `assemble` and `advance` are device
-operations alone, so that a CUDA graph may capture them for a padded batch of decodes. Plans carry no token id or
-position of a decode: those live here, and the next plan can be launched before this one's tokens are read.
+operations alone. Plans carry no token id or position of a decode: those live here, and the next plan can be launched
+before this one's tokens are read. graphs.py reads and writes the same state from captured steps.
 
 The last slot is the padding slot: its block table points at the scratch block and its draws go nowhere.
 """
@@ -35,7 +35,7 @@ class DrawOptions:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan's rows as device tensors. D decodes, K chunks with C tokens in all, S draws."""
+    """A plan's rows as device tensors. D decodes, K chunks with C tokens in all."""
 
     decodes: Tensor  # int64 [D]: slots
     chunk_tokens: Tensor  # int64 [C]
@@ -44,11 +44,19 @@ class StepBatch:
     chunk_slots: Tensor  # int64 [K]
     chunk_ends: Tensor  # int64 [K]: the row's context after the chunk
     query_starts: Tensor  # int32 [D + K + 1]
-    draw_rows: Tensor  # int64 [S]: row each draw reads
-    draw_slots: Tensor  # int64 [S]
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+
+
+@dataclass(slots=True)
+class Draws:
+    """A plan's S draws as device tensors, int64 [S] each. `output_index` is the host's copy of the token's index."""
+
+    slots: Tensor
+    rows: Tensor  # the token whose hidden state each reads
+    ends: Tensor  # each one's context, which is its next position
+    output_index: list[int]
 
 
 class SlotState:
@@ -147,17 +155,40 @@ class SlotState:
         )
         return ids, meta
 
-    def sampling_rows(self, draws: tuple[int, ...], batch: StepBatch, meta: AttentionMeta) -> SamplingRows:
+    def host_draws(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Of each draw, in the plan's order: the token whose hidden state it reads, and where its context ends."""
+        count = at = token = len(plan.decodes)
+        size = count + sum([len(chunk.draws) for chunk in plan.chunks])
+        rows, ends = np.arange(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+        ends[:count] = self.host_position[list(plan.decodes)] + 1
+        for chunk in plan.chunks:
+            token += len(chunk.tokens)
+            last = at + len(chunk.draws)
+            rows[at:last] = token - 1
+            ends[at:last] = chunk.start + len(chunk.tokens)
+            at = last
+        return rows, ends
+
+    def draws_of(self, plan: StepPlan) -> Draws:
+        """The plan's draws, uploaded. Call before `advance_host`."""
+        draws = plan.draws
+        rows, ends = self.host_draws(plan)
+        pack = _Pack()
+        parts = [pack.add(array) for array in (np.array(draws, dtype=np.int64), rows, ends)]
+        device = pack.upload(self.device)
+        index = ends - self.host_prompt_len[list(draws)]
+        return Draws(*(device[part] for part in parts), index.tolist())
+
+    def sampling_rows(self, draws: tuple[int, ...], where: Draws) -> SamplingRows:
         """Parameters of the step's draws; gathered anew only when draws or slots changed."""
         if self._rows is None or self._rows[0] != draws:
-            self._rows = (draws, self.gather_rows(batch.draw_slots, self.draw_options(draws)))
+            self._rows = (draws, self._gather_rows(where.slots, self.draw_options(draws)))
         rows = self._rows[1]
         if not rows.all_greedy:
-            rows.output_index = self.output_index(batch, meta)
+            rows.output_index = where.ends - self.prompt_len[where.slots]
         return rows
 
-    def gather_rows(self, slots: Tensor, options: DrawOptions) -> SamplingRows:
-        """SamplingRows of these slots, without output_index. Device operations only."""
+    def _gather_rows(self, slots: Tensor, options: DrawOptions) -> SamplingRows:
         temperature = self.temperature[slots]
         if options.all_greedy:
             return SamplingRows(temperature, slots, slots, slots, all_greedy=True)
@@ -171,14 +202,10 @@ class SlotState:
             min_p=self.min_p[slots] if options.min_p else None,
         )
 
-    def output_index(self, batch: StepBatch, meta: AttentionMeta) -> Tensor:
-        """Index of the output token each draw makes. Device operations only."""
-        return meta.seq_lens[batch.draw_rows].long() - self.prompt_len[batch.draw_slots]
-
-    def advance(self, batch: StepBatch, meta: AttentionMeta, tokens: Tensor) -> None:
-        """Makes the drawn tokens the slots' last ones. Device operations only."""
-        self.last_token.index_copy_(0, batch.draw_slots, tokens)
-        self.position.index_copy_(0, batch.draw_slots, meta.seq_lens[batch.draw_rows].long())
+    def advance(self, where: Draws, tokens: Tensor) -> None:
+        """Makes the drawn tokens the slots' last ones."""
+        self.last_token.index_copy_(0, where.slots, tokens)
+        self.position.index_copy_(0, where.slots, where.ends)
 
     def advance_host(self, plan: StepPlan) -> None:
         """The host's side of `advance`."""
@@ -252,9 +279,6 @@ class SlotState:
     def _pack_rows(self, pack: _Pack, plan: StepPlan) -> list[slice]:
         num_decodes = len(plan.decodes)
         counts = [len(chunk.tokens) for chunk in plan.chunks]
-        draw_rows = list(range(num_decodes))
-        for row, chunk in enumerate(plan.chunks, num_decodes):
-            draw_rows += [row] * len(chunk.draws)
         starts = np.arange(num_decodes + len(counts) + 1, dtype=np.int64)
         arrays = [np.array(plan.decodes, dtype=np.int64)]
         if counts:
@@ -268,8 +292,7 @@ class SlotState:
             ]
         else:
             arrays += [np.empty(0, dtype=np.int64)] * 5
-        arrays += [starts, np.array(draw_rows, dtype=np.int64), np.array(plan.draws, dtype=np.int64)]
-        return [pack.add(array) for array in arrays]
+        return [pack.add(array) for array in (*arrays, starts)]
 
     def _batch_of(self, plan: StepPlan, device: Tensor, parts: list[slice]) -> StepBatch:
         tensors = [device[part] for part in parts]
@@ -284,8 +307,6 @@ class SlotState:
             chunk_slots=tensors[4],
             chunk_ends=tensors[5],
             query_starts=tensors[6].to(torch.int32),
-            draw_rows=tensors[7],
-            draw_slots=tensors[8],
             num_decodes=len(plan.decodes),
             max_query_len=max((len(chunk.tokens) for chunk in plan.chunks), default=1),
             max_seq_len=max(longest, default=0),

@@ -155,7 +155,7 @@ def _decode_kernel(
         low = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
     size = tl.maximum(tl.cdiv(tl.cdiv(seq_len - low, SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT)
     active = tl.cdiv(seq_len - low, size)
-    if split >= tl.maximum(active, 1):
+    if split >= active:  # all of them where the row is missing: it has no context
         begin(PDL)  # a program that ends without waiting would let the next kernel overtake the one before
         return
 
@@ -425,8 +425,7 @@ def chunk_attention(
     group, constants, scalars = _common(query, key_cache, window, softcap)
     tile = _chunk_tile(query.dtype, constants["BLOCK_D"])
     block_m = tile["BLOCK_M"]
-    num_tokens = query.shape[0] - first_row  # rows before first_row have one token each
-    tiles = num_tokens * group // block_m + num_rows
+    tiles = query.shape[0] * group // block_m + num_rows  # rows before first_row may be missing
     _chunk_kernel[(constants["NUM_KV_HEADS"], tiles)](
         out,
         query,

@@ -31,6 +31,7 @@ class StepRows:
     query_starts: Tensor  # [R + 1]
     draw_rows: Tensor  # [S]
     draw_slots: Tensor  # [S]
+    new_blocks: Tensor | None = None  # [R]: the page that the row's last position is the first of, or -1; T = R then
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ def _inputs_kernel(
     given_starts_ptr,
     draw_rows_ptr,
     draw_slots_ptr,
+    new_blocks_ptr,
     last_token_ptr,
     position_ptr,
     prompt_len_ptr,
@@ -116,6 +118,7 @@ def _inputs_kernel(
     max_blocks,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -130,6 +133,9 @@ def _inputs_kernel(
         position = tl.load(given_positions_ptr + at, mask=mask, other=0)
         position = tl.where(position < 0, tl.load(position_ptr + slot, mask=mask, other=0), position)
         block = tl.load(block_table_ptr + slot * max_blocks + position // PAGE, mask=mask, other=0).to(tl.int64)
+        if GROWS:
+            new = tl.load(new_blocks_ptr + at, mask=mask, other=-1)
+            block = tl.where(new >= 0, new, block)
         tl.store(ids_ptr + at, token, mask=mask)
         tl.store(positions_ptr + at, position, mask=mask)
         tl.store(slot_mapping_ptr + at, block * PAGE + position % PAGE, mask=mask)
@@ -158,14 +164,20 @@ def _inputs_kernel(
         tl.store(seq_lens_ptr + program, end.to(tl.int32))
         slot = tl.load(row_slots_ptr + program)
         row = program.to(tl.int64)
+        last, new = -1, -1
+        if GROWS:
+            last, new = (end - 1) // PAGE, tl.load(new_blocks_ptr + program)
+            tl.store(block_table_ptr + slot * max_blocks + last, new.to(tl.int32), mask=new >= 0)
         for start in range(0, tl.cdiv(end, PAGE), BLOCK):  # to a whole BLOCK of pages: what lies beyond is never read
             page = start + tl.arange(0, BLOCK)
             block = tl.load(block_table_ptr + slot * max_blocks + page, mask=page < max_blocks, other=0)
+            if GROWS:
+                block = tl.where((page == last) & (new >= 0), new.to(tl.int32), block)
             tl.store(block_tables_ptr + row * max_blocks + page, block, mask=page < max_blocks)
 
 
 def step_inputs(rows: StepRows, slots: SlotTensors, block_size: int) -> StepInputs:
-    """New tensors made from the rows and the slots' state."""
+    """New tensors made from the rows and the slots' state, whose block tables first get the rows' new blocks."""
     num_tokens, num_rows, num_draws = (t.shape[0] for t in (rows.token_slots, rows.row_slots, rows.draw_slots))
     device = rows.token_slots.device
     max_blocks = slots.block_table.shape[1]
@@ -199,6 +211,7 @@ def step_inputs(rows: StepRows, slots: SlotTensors, block_size: int) -> StepInpu
         rows.query_starts,
         rows.draw_rows,
         rows.draw_slots,
+        rows.token_slots if rows.new_blocks is None else rows.new_blocks,
         slots.last_token,
         slots.position,
         slots.prompt_len,
@@ -229,6 +242,7 @@ def step_inputs(rows: StepRows, slots: SlotTensors, block_size: int) -> StepInpu
         max_blocks,
         PAGE=block_size,
         BLOCK=block,
+        GROWS=rows.new_blocks is not None,
         **overlapped(device),
     )
     return inputs

@@ -31,7 +31,7 @@ def graph_runner(**options: object) -> ModelRunner:
     if not CUDA:
         runner.graphs = runner._make_graphs(128)
         assert runner.graphs is not None
-        runner.graphs._capture = lambda rows, bucket: None  # type: ignore[method-assign]
+        runner.graphs._capture = lambda work: None  # type: ignore[method-assign]
     return runner
 
 
