@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aserve.client import Client
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
-    from aserve.engine import Engine, EngineStats
+    from aserve.engine import Engine
     from aserve.errors import (
         AserveError,
         AuthenticationError,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         RequestTooLargeError,
     )
     from aserve.llm import LLM
-    from aserve.metrics import Metrics
+    from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
-    from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
+    from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
     from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
 
@@ -67,6 +67,7 @@ __all__ = [
     "SlowReader",
     "Stream",
     "StructuredOutput",
+    "Timeline",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
@@ -84,7 +85,7 @@ _MODULES = {
     "Delta": "request",
     "Engine": "engine",
     "EngineConfig": "config",
-    "EngineStats": "engine",
+    "EngineStats": "metrics",
     "FinishReason": "request",
     "LLM": "llm",
     "Metrics": "metrics",
@@ -92,6 +93,7 @@ _MODULES = {
     "SlowReader": "stream",
     "Stream": "stream",
     "StructuredOutput": "constraint",
+    "Timeline": "request",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",

@@ -18,7 +18,8 @@ from aserve.plan import TokenLogprobs
 from aserve.request import MAX_TOP_LOGPROBS, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from aserve.engine import Engine, RequestOptions
+    from aserve.engine import Engine
+    from aserve.intake import RequestOptions
     from aserve.prompts import Prompt
     from aserve.stream import Stream
 

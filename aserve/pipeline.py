@@ -18,9 +18,8 @@ from aserve.executors import Executor, StepError
 from aserve.metrics import Metrics
 from aserve.output import Output
 from aserve.plan import StepPlan, StepResult
-from aserve.request import Delta, FinishReason, Request, Sequence
+from aserve.request import Change, Delta, FinishReason, Request, Sequence
 from aserve.scheduler import Event, Scheduler
-from aserve.stream import Change
 
 _SLICE = 128  # tokens delivered before other tasks get a turn: about half a millisecond
 _log = logging.getLogger("aserve")
@@ -128,6 +127,7 @@ class Pipeline:
             now = self._clock()
             plan = self._scheduler.schedule(now)
             for request, change in self._scheduler.take_moves():
+                request.changes.append((change, now))
                 self._tell(request, change)
             if plan is None:
                 return
@@ -226,6 +226,7 @@ class Pipeline:
             output.box.end(error)
         if len(reasons) == len(request.sequences):
             del self._reasons[request]
+            request.ended = now
             self._metrics.count_end(request, reasons, now)
             if not self._reasons:
                 self.drained.set()
@@ -247,6 +248,7 @@ class Pipeline:
         boxes = {output.box for output in self._outputs.values()}
         self._outputs.clear()
         for request in self._reasons:
+            request.ended = now
             self._metrics.count_end(request, ["error"], now)
         self._reasons.clear()
         for _, result, _ in self._in_flight:

@@ -17,6 +17,7 @@ from aserve.constraint import Constraint, StructuredOutput
 from aserve.errors import AserveError, InvalidRequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+Change = Literal["preempted", "resumed"]  # memory ran short, and is there again
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
@@ -178,6 +179,16 @@ class Usage(NamedTuple):
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
 
 
+class Timeline(NamedTuple):
+    """When things happened to a request, in seconds of its event loop's clock; None where they have not yet."""
+
+    arrival: float
+    first_scheduled: float | None  # its first step
+    first_token: float | None
+    ended: float | None
+    changes: tuple[tuple[Change, float], ...]
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One choice of a request: its output, and how far its KV is.
@@ -235,6 +246,8 @@ class Request:
     error: AserveError | None = None  # with finish reason "error"
     first_scheduled: float | None = None
     first_token: float | None = None
+    ended: float | None = None
+    changes: list[tuple[Change, float]] = field(default_factory=list)
     num_preemptions: int = 0
     detached: bool = False  # its reader is away for a while: the first to be preempted
 

@@ -219,6 +219,11 @@ class Residency:
                 sequence.move(Phase.WAITING)
                 sequence.num_computed = 0
 
+    def withdraw(self, request: Request) -> None:
+        """The KV of a running request is not to be trusted: nobody may share it."""
+        for seat in self._batch.groups.get(request, ()):
+            self._blocks.withdraw(seat.table)
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it was: nothing of it is kept."""
         self._chains.pop(sequence, None)

@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from aserve.errors import AserveError, InvalidRequestError
-from aserve.request import Completion, Delta, Request, Usage
+from aserve.request import Change, Completion, Delta, Request, Timeline, Usage
 
-Change = Literal["preempted", "resumed"]  # memory ran short, and is there again
 SlowReader = Literal["coalesce", "pause", "cancel"]  # what happens to a request whose reader is behind
 _TOKEN_BYTES = 4  # what an id counts against a limit
 _MANY_DELTAS = 64  # unread ones are joined past this number: a reader that keeps up never has so many
@@ -266,6 +265,16 @@ class Stream:
             return Usage(0, 0, 0)
         num_output = sum(len(sequence.output) for sequence in request.sequences)
         return Usage(len(request.prompt), num_output, request.num_cached)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When its request came, ran, spoke and ended; None before it is submitted."""
+        request = self._box.request
+        if request is None:
+            return None
+        return Timeline(
+            request.arrival, request.first_scheduled, request.first_token, request.ended, tuple(request.changes)
+        )
 
     @property
     def ended(self) -> bool:

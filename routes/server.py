@@ -15,9 +15,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,6 +26,9 @@ from starlette.types import ASGIApp
 from aserve import ConfigError, Engine, EngineConfig, SlowReader
 from routes.app import create_app
 from routes.logs import LogFormat, logging_to_stderr
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 log = logging.getLogger("aserve.server")
 
@@ -58,6 +62,7 @@ class ServerOptions:
     exit_on_death: bool = True
     log_level: str = "info"
     log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None  # a collector of OpenTelemetry spans
     root_path: str = ""  # where a proxy mounts the server
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -81,8 +86,18 @@ def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     log.info("listening on %s://%s:%d, loading the model", scheme, f"[{host}]" if ":" in host else host, port)
+    with ExitStack() as stack:
+        tracer_provider = None
+        if options.otlp_traces_endpoint is not None:
+            from routes.tracing import exporting
+
+            tracer_provider = stack.enter_context(exporting(options.otlp_traces_endpoint))
+        return _run(build_app(engine, options, tracer_provider), engine, listener, options)
+
+
+def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     settings = uvicorn.Config(
-        build_app(engine, options),
+        app,
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -127,7 +142,7 @@ def _bound_connections(listener: socket.socket) -> None:
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
+def build_app(engine: Engine, options: ServerOptions, tracer_provider: TracerProvider | None = None) -> ASGIApp:
     """aserve's application, or the user's own. Raises ConfigError where that cannot be imported."""
     if options.app is None:
         return create_app(
@@ -146,6 +161,7 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             log_requests=options.log_requests,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
+            tracer_provider=tracer_provider,
         )
     module, _, name = options.app.partition(":")
     try:

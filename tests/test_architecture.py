@@ -53,7 +53,7 @@ LAYERS = (
         "pure",
         "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
         " quarantine"
-        " residency scheduler seat simulation.* waiting",
+        " residency results roster scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
@@ -64,8 +64,8 @@ LAYERS = (
     _layer("executors", "executors.thread", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "bad_words beams chat_template client engine grammar json_schema llm loading output pipeline prompts stream"
-        " structured tokenizer",
+        "bad_words beams chat_template client engine grammar intake json_schema llm loading output pipeline prompts"
+        " stream structured tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),
