@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aserve.llm import LLM
     from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
+    from aserve.profiling import profiled
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
     from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ __all__ = [
     "Usage",
     "WorkerInfo",
     "beam_search",
+    "profiled",
     "run_beams",
 ]
 
@@ -99,6 +101,7 @@ _MODULES = {
     "Usage": "request",
     "WorkerInfo": "plan",
     "beam_search": "beams",
+    "profiled": "profiling",
     "run_beams": "beams",
 }
 

@@ -110,30 +110,39 @@ class WindowDetokenizer:
     in U+FFFD waits for the rest of its character, WINDOW tokens at most.
     """
 
-    __slots__ = ("_decode", "_known", "_window")
+    __slots__ = ("_before", "_decode", "_known", "_window")
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Items[int] = ()) -> None:
         self._decode = decode
         self._window = list(prompt[-WINDOW:])
         self._known = len(self._window)  # tokens of the window whose text is out
+        self._before: str | None = None  # that text, as the window gives it
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
-        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
+        before, after = self._known_text(), self._decode(self._window)
         incomplete = after.endswith("\ufffd") and len(self._window) - self._known < WINDOW
         if incomplete or len(after) <= len(before):
             return ""
-        self._advance()
+        self._advance(after)
         return after[len(before) :]
 
     def flush(self) -> str:
-        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
-        self._advance()
+        before, after = self._known_text(), self._decode(self._window)
+        self._advance(after)
         return after[len(before) :]
 
-    def _advance(self) -> None:
-        if len(self._window) > WINDOW:
+    def _known_text(self) -> str:
+        if self._before is None:
+            self._before = self._decode(self._window[: self._known])
+        return self._before
+
+    def _advance(self, text: str) -> None:
+        """All of the window's text is out. The window is cut back once it is twice as long: decoding is what costs."""
+        self._before = text
+        if len(self._window) > 2 * WINDOW:
             del self._window[:-WINDOW]
+            self._before = None
         self._known = len(self._window)
 
 

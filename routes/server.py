@@ -15,15 +15,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from aserve import ConfigError, Engine, EngineConfig, SlowReader
+from aserve import ConfigError, Engine, EngineConfig, SlowReader, profiled
 from routes.app import create_app
 from routes.logs import LogFormat, logging_to_stderr
 
@@ -67,6 +68,7 @@ class ServerOptions:
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     app: str | None = None  # pkg.module:create_app
+    profile: str | None = None  # a directory for the steps' times and a trace
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> int:
@@ -108,7 +110,9 @@ def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerO
         ssl_certfile=options.ssl_certfile,
         timeout_graceful_shutdown=int(_CLOSE_SECONDS),
     )
-    server = Server(settings, engine, options.drain_timeout, exit_on_death=options.exit_on_death)
+    server = Server(
+        settings, engine, options.drain_timeout, exit_on_death=options.exit_on_death, profile=options.profile
+    )
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         return runner.run(server.run_engine(listener))
 
@@ -175,9 +179,16 @@ class Server(uvicorn.Server):
     """uvicorn, with a drain between the first signal and its own shutdown."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: Engine, drain_timeout: float, *, exit_on_death: bool = True
+        self,
+        config: uvicorn.Config,
+        engine: Engine,
+        drain_timeout: float,
+        *,
+        exit_on_death: bool = True,
+        profile: str | None = None,
     ) -> None:
         super().__init__(config)
+        self._profile = profile
         self._engine = engine
         self._exit_on_death = exit_on_death
         self._drain_timeout = drain_timeout
@@ -201,7 +212,8 @@ class Server(uvicorn.Server):
                 self._log_ready()
                 died = asyncio.create_task(self._engine.died())
                 ends = [serving, signalled, died] if self._exit_on_death else [serving, signalled]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                async with profiled(self._engine, Path(self._profile), window=True) if self._profile else nullcontext():
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if died.done() and not signalled.done():
                     log.critical("exiting, because the engine is dead: a supervisor should start the server again")
                 died.cancel()

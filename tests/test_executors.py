@@ -46,6 +46,9 @@ class ScriptedRunner:
         self.on_wait(handle)
         return StepResult(handle.number, [handle.number])
 
+    def idle(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._note("close")
         self.closed += 1

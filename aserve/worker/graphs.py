@@ -224,8 +224,7 @@ class StepGraphs:
         )
 
     def _decode_step(self, shape: DecodeShape) -> Tensor:
-        new_blocks, *fields = torch.split(self._decode_words[: sum(shape.sizes)], shape.sizes)
-        rows = StepRows(*fields, new_blocks=new_blocks)
+        rows = StepRows(*torch.split(self._decode_words[: sum(shape.sizes)], shape.sizes))
         inputs = step_inputs(rows, self._slots, self._state.block_size)
         hidden = self._model.forward(inputs.token_ids, self._meta(inputs, shape.num_rows, 1), self._caches)
         return self._draw(hidden, rows, inputs, shape.options)
@@ -233,7 +232,8 @@ class StepGraphs:
     def _forward_step(self, shape: ForwardShape) -> Tensor:
         words = self._words[self._base : self._base + sum(shape.sizes)]
         none = words[:0]
-        rows = StepRows(*torch.split(words, shape.sizes), draw_rows=none, draw_slots=none)
+        ids, positions, slots, rows_of, ends, starts = torch.split(words, shape.sizes)
+        rows = StepRows(None, ids, positions, slots, rows_of, ends, starts, none, none)
         inputs = step_inputs(rows, self._slots, self._state.block_size)
         meta = self._meta(inputs, shape.num_decodes, shape.num_tokens if shape.num_chunks else 1)
         hidden = self._model.forward(inputs.token_ids, meta, self._caches)
@@ -242,7 +242,7 @@ class StepGraphs:
     def _draw_step(self, shape: DrawShape) -> Tensor:
         slots, ends, starts = torch.split(self._words[self._base - sum(shape.sizes) : self._base], shape.sizes)
         none = slots[:0]
-        rows = StepRows(none, none, none, slots, ends, starts, self._rows[: shape.num_draws], slots)
+        rows = StepRows(None, none, none, none, slots, ends, starts, self._rows[: shape.num_draws], slots)
         inputs = step_inputs(rows, self._slots, self._state.block_size)
         return self._draw(self._hidden.index_select(0, inputs.hidden_rows), rows, inputs, shape.options)
 

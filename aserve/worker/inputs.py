@@ -176,8 +176,8 @@ class SlotState:
         pack = _Pack()
         parts = [pack.add(array) for array in (np.array(draws, dtype=np.int64), rows, ends)]
         device = pack.upload(self.device)
-        index = ends - self.host_prompt_len[list(draws)]
-        return Draws(*(device[part] for part in parts), index.tolist())
+        slots, at, limits = (device[part] for part in parts)
+        return Draws(slots, at, limits, (ends - self.host_prompt_len[list(draws)]).tolist())
 
     def sampling_rows(self, draws: tuple[int, ...], where: Draws) -> SamplingRows:
         """Parameters of the step's draws; gathered anew only when draws or slots changed."""

@@ -23,6 +23,7 @@ class StepRows:
     A `token_ids`, `token_positions` or `row_ends` of -1 stands for what the slot's state holds.
     """
 
+    new_blocks: Tensor | None  # [R]: the page that the row's last position is the first of, or -1; T = R then
     token_slots: Tensor  # [T]
     token_ids: Tensor  # [T]
     token_positions: Tensor  # [T]
@@ -31,7 +32,6 @@ class StepRows:
     query_starts: Tensor  # [R + 1]
     draw_rows: Tensor  # [S]
     draw_slots: Tensor  # [S]
-    new_blocks: Tensor | None = None  # [R]: the page that the row's last position is the first of, or -1; T = R then
 
 
 @dataclass(frozen=True, slots=True)
