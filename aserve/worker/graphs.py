@@ -28,10 +28,12 @@ from aserve.worker import buckets
 from aserve.worker.buckets import DecodeShape, DrawShape, ForwardShape, Shape
 from aserve.worker.inputs import DrawOptions, SlotState
 from aserve_kernels import AttentionMeta, Kernels, SamplingRows
-from aserve_kernels.triton.step import SlotTensors, StepInputs, StepRows, commit_draws, step_inputs
+from aserve_kernels.triton.step import SlotTensors, StepInputs, StepRows, commit_draws, step_inputs, update_slots
 
 _log = logging.getLogger("aserve.worker")
 _EMPTY = StepPlan(0)
+_HEADER = 3  # words that say where the updates of slot state are, and how many
+_MAX_UPDATES = 1 << 15  # words of updates that travel with a step
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class StepGraphs:
         largest = buckets.forward_shape(max_num_seqs, buckets.CHUNK_ROWS[-1], max_tokens)
         self._decode_words = self._zeros(sum(DecodeShape(max_draws, DrawOptions()).sizes))
         self._base = sum(DrawShape(max_draws, DrawOptions()).sizes)  # a step's draws lie before this word
-        self._words = self._zeros(self._base + sum(largest.sizes))
+        self._words = self._zeros(self._base + _HEADER + sum(largest.sizes) + _MAX_UPDATES)
         self._rows = torch.arange(max_draws, device=state.device)
         self._hidden = torch.zeros(
             (max_tokens, model.spec.hidden_size), dtype=model.spec.dtype, device=state.device
@@ -126,9 +128,7 @@ class StepGraphs:
             decode_shape = self._place_decodes(plan)
             timings.inputs = time.perf_counter() - timings.began
             return self._replay(decode_shape)
-        self._state.update(plan)
-        shape = self._forward_shape(plan)
-        packed = buckets.pack_forward(plan, shape, self._state.padding_slot)
+        shape, packed = self._pack(plan)
         draws = plan.draws
         if not draws:
             self._upload(self._words[self._base :], packed)
@@ -145,12 +145,24 @@ class StepGraphs:
 
     def forward(self, plan: StepPlan, timings: StepTimings) -> Tensor:
         """Starts a forward pass alone. Returns the hidden states of the plan's tokens."""
-        self._state.update(plan)
-        shape = self._forward_shape(plan)
-        self._upload(self._words[self._base :], buckets.pack_forward(plan, shape, self._state.padding_slot))
+        shape, packed = self._pack(plan)
+        self._upload(self._words[self._base :], packed)
         timings.inputs = time.perf_counter() - timings.began
         self._replay(shape)
         return self._hidden[: plan.num_tokens]
+
+    def _pack(self, plan: StepPlan) -> tuple[ForwardShape, np.ndarray]:
+        """The words of a forward pass: header, rows, updates."""
+        shape = buckets.forward_shape(len(plan.decodes), len(plan.chunks), plan.num_tokens)
+        rows = buckets.pack_forward(plan, shape, self._state.padding_slot)
+        slots, places = self._state.updates_of(plan)
+        updates = [*slots, *places]
+        if 8 * len(slots[0]) + 2 * len(places[0]) > _MAX_UPDATES:
+            self._state.update(plan)
+            updates = [column[:0] for column in updates]
+        header = np.array((_HEADER + len(rows), len(updates[0]), len(updates[-1])), dtype=np.int64)
+        self._state.forget_rows(plan)
+        return shape, np.concatenate((header, rows, *updates))
 
     def _place_decodes(self, plan: StepPlan) -> DecodeShape:
         """Uploads what has changed since the last step of decodes alone."""
@@ -208,7 +220,8 @@ class StepGraphs:
             self._upload(self._decode_words, buckets.pack_decodes((), shape, padding))
             self._uploaded = None
         elif isinstance(shape, ForwardShape):
-            self._upload(self._words[self._base :], buckets.pack_forward(_EMPTY, shape, padding))
+            rows = buckets.pack_forward(_EMPTY, shape, padding)
+            self._upload(self._words[self._base :], np.concatenate((np.zeros(_HEADER, dtype=np.int64), rows)))
         else:
             none = np.empty(0, dtype=np.int64)
             packed = buckets.pack_draws((), none, none, shape, padding)
@@ -230,7 +243,9 @@ class StepGraphs:
         return self._draw(hidden, rows, inputs, shape.options)
 
     def _forward_step(self, shape: ForwardShape) -> Tensor:
-        words = self._words[self._base : self._base + sum(shape.sizes)]
+        header = self._words[self._base :]
+        update_slots(header, self._slots)
+        words = header[_HEADER : _HEADER + sum(shape.sizes)]
         none = words[:0]
         ids, positions, slots, rows_of, ends, starts = torch.split(words, shape.sizes)
         rows = StepRows(None, ids, positions, slots, rows_of, ends, starts, none, none)
@@ -304,9 +319,6 @@ class StepGraphs:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         return Captured(graph, out)
-
-    def _forward_shape(self, plan: StepPlan) -> ForwardShape:
-        return buckets.forward_shape(len(plan.decodes), len(plan.chunks), plan.num_tokens)
 
     def _options(self, draws: tuple[int, ...]) -> DrawOptions:
         return buckets.draw_options(self._state.draw_options(draws))

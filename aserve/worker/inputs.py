@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.plan import SlotUpdate, StepPlan
+from aserve.plan import StepPlan
 from aserve_kernels import AttentionMeta, SamplingRows
 
 _INT_FIELDS = ("prompt_len", "seed", "choice", "top_k")
@@ -113,18 +113,21 @@ class SlotState:
         """Writes the plan's slot updates and block deltas; `pack` may hold more for the same transfer, which is
         returned. graphs.py uploads rows by itself."""
         pack = pack or _Pack()
-        if plan.slots:
-            self._rows = None
-        slots = self._pack_slots(pack, plan.slots) if plan.slots else None
-        blocks = self._pack_blocks(pack, plan) if plan.blocks else None
-        if not pack.arrays:
+        self.forget_rows(plan)
+        slots, blocks = ([pack.add(column) for column in columns] for columns in self.updates_of(plan))
+        if not pack.size:
             return None
         device = pack.upload(self.device)
-        if slots is not None:
+        if plan.slots:
             self._write_slots(device, slots)
-        if blocks is not None:
+        if plan.blocks:
             self.block_table.view(-1).index_copy_(0, device[blocks[0]], device[blocks[1]].to(torch.int32))
         return device
+
+    def forget_rows(self, plan: StepPlan) -> None:
+        """The plan's slot updates make kept sampling rows stale."""
+        if plan.slots:
+            self._rows = None
 
     def reset(self) -> None:
         """Forgets what was kept from the last plan: after a failed step."""
@@ -231,24 +234,18 @@ class SlotState:
         batch.max_seq_len = int(self.host_position[list(decodes)].max()) + 1
         return batch
 
-    def _pack_slots(self, pack: _Pack, updates: Sequence[SlotUpdate]) -> list[slice]:
-        columns: list[list[int]] = [[] for _ in range(1 + len(_INT_FIELDS))]
-        floats: list[list[float]] = [[] for _ in _FLOAT_FIELDS]
-        for update in updates:
+    def updates_of(self, plan: StepPlan) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """What a plan changes, int64: of each slot that is handed over its number, _INT_FIELDS and the float32 bits of
+        _FLOAT_FIELDS; places in the flat block table and what goes there. The host's mirrors are changed here."""
+        slots: list[tuple[int, ...]] = []
+        floats: list[tuple[float, ...]] = []
+        for update in plan.slots:
             params = update.params
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
             seed = update.seed & (2**64 - 1)
-            values = (
-                update.slot,
-                update.num_prompt_tokens,
-                seed - 2**64 if seed >= 2**63 else seed,
-                update.choice,
-                top_k,
-            )
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
-            for numbers, number in zip(floats, (params.temperature, params.top_p, params.min_p), strict=True):
-                numbers.append(number)
+            seed = seed - 2**64 if seed >= 2**63 else seed
+            slots.append((update.slot, update.num_prompt_tokens, seed, update.choice, top_k))
+            floats.append((params.temperature, params.top_p, params.min_p))
             samples = not params.greedy
             self.host_options[update.slot] = (
                 samples,
@@ -257,24 +254,23 @@ class SlotState:
                 samples and params.min_p > 0.0,
             )
             self.host_prompt_len[update.slot] = update.num_prompt_tokens
-        parts = [pack.add(np.array(column, dtype=np.int64)) for column in columns]
-        return parts + [pack.add(np.array(column, dtype=np.float64).view(np.int64)) for column in floats]
+        ints = np.array(slots, dtype=np.int64).reshape(-1, 1 + len(_INT_FIELDS))
+        bits = np.array(floats, dtype=np.float32).view(np.int32).astype(np.int64).reshape(-1, len(_FLOAT_FIELDS))
+        at: list[int] = []
+        values: list[int] = []
+        for slot, start, blocks in plan.blocks:
+            first = slot * self.max_blocks + start
+            at.extend(range(first, first + len(blocks)))
+            values.extend(blocks)
+        places = [np.array(at, dtype=np.int64), np.array(values, dtype=np.int64)]
+        return [*ints.T, *bits.T], places
 
     def _write_slots(self, device: Tensor, parts: list[slice]) -> None:
         slots = device[parts[0]]
         for name, part in zip(_INT_FIELDS, parts[1:], strict=False):
             getattr(self, name).index_copy_(0, slots, device[part])
         for name, part in zip(_FLOAT_FIELDS, parts[1 + len(_INT_FIELDS) :], strict=True):
-            getattr(self, name).index_copy_(0, slots, device[part].view(torch.float64).to(torch.float32))
-
-    def _pack_blocks(self, pack: _Pack, plan: StepPlan) -> tuple[slice, slice]:
-        at: list[int] = []
-        values: list[int] = []
-        for delta in plan.blocks:
-            first = delta.slot * self.max_blocks + delta.start
-            at.extend(range(first, first + len(delta.blocks)))
-            values.extend(delta.blocks)
-        return pack.add(np.array(at, dtype=np.int64)), pack.add(np.array(values, dtype=np.int64))
+            getattr(self, name).index_copy_(0, slots, device[part].to(torch.int32).view(torch.float32))
 
     def _pack_rows(self, pack: _Pack, plan: StepPlan) -> list[slice]:
         num_decodes = len(plan.decodes)
@@ -316,17 +312,17 @@ class SlotState:
 
 
 class _Pack:
-    """int64 arrays laid end to end, so that one transfer carries them all. Floats travel as their float64 bits."""
+    """int64 arrays laid end to end, so that one transfer carries them all."""
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
-        self._size = 0
+        self.size = 0
 
     def add(self, array: np.ndarray) -> slice:
-        start = self._size
+        start = self.size
         self.arrays.append(array)
-        self._size += len(array)
-        return slice(start, self._size)
+        self.size += len(array)
+        return slice(start, self.size)
 
     def upload(self, device: torch.device) -> Tensor:
         host = torch.from_numpy(np.concatenate(self.arrays))

@@ -1,4 +1,5 @@
-"""The two ends of a step, one launch each: from slot state to the model's inputs, and from its draws to slot state.
+"""The ends of a step, one launch each: the host's updates of slot state, from it to the model's inputs, and from draws
+to slot state.
 
 aserve/worker/graphs.py captures them in a CUDA graph; worker/inputs.py does the same with torch operations. Slot state
 is one element (or block-table row) per slot, as inputs.SlotState keeps it.
@@ -68,6 +69,77 @@ class StepInputs:
     temperature: Tensor  # float32 [S]
     top_p: Tensor  # float32 [S]
     min_p: Tensor  # float32 [S]
+
+
+@triton.jit
+def _update_kernel(
+    header_ptr,
+    prompt_len_ptr,
+    seed_ptr,
+    choice_ptr,
+    top_k_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    block_table_ptr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    first = tl.program_id(0) * BLOCK
+    num_slots = tl.load(header_ptr + 1).to(tl.int32)
+    num_blocks = tl.load(header_ptr + 2).to(tl.int32)
+    words = header_ptr + tl.load(header_ptr)
+    for start in range(first, num_slots, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_slots
+        slot = tl.load(words + i, mask=mask, other=0)
+        i += num_slots
+        tl.store(prompt_len_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        tl.store(seed_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        tl.store(choice_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        tl.store(top_k_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        bits = tl.load(words + i, mask=mask).to(tl.int32)
+        tl.store(temperature_ptr + slot, bits.to(tl.float32, bitcast=True), mask=mask)
+        i += num_slots
+        bits = tl.load(words + i, mask=mask).to(tl.int32)
+        tl.store(top_p_ptr + slot, bits.to(tl.float32, bitcast=True), mask=mask)
+        i += num_slots
+        bits = tl.load(words + i, mask=mask).to(tl.int32)
+        tl.store(min_p_ptr + slot, bits.to(tl.float32, bitcast=True), mask=mask)
+    words += 8 * num_slots
+    for start in range(first, num_blocks, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_blocks
+        at = tl.load(words + i, mask=mask, other=0)
+        block = tl.load(words + num_blocks + i, mask=mask, other=0)
+        tl.store(block_table_ptr + at, block.to(tl.int32), mask=mask)
+
+
+def update_slots(header: Tensor, slots: SlotTensors) -> None:
+    """Writes what the words say, int64: `header` holds how far behind it they begin, and how many slots and block table
+    entries they are for. Of each slot there are its number, prompt_len, seed, choice, top_k and the float32 bits of
+    temperature, top_p and min_p; of each entry its place and the block; one kind after the other."""
+    programs = 8
+    _update_kernel[(programs,)](
+        header,
+        slots.prompt_len,
+        slots.seed,
+        slots.choice,
+        slots.top_k,
+        slots.temperature,
+        slots.top_p,
+        slots.min_p,
+        slots.block_table,
+        BLOCK=128,
+        PROGRAMS=programs,
+        **overlapped(header.device),
+    )
 
 
 @triton.jit
