@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aserve.beams import Beam, BeamSearch, beam_search, run_beams
+    from aserve.beams import Beam, BeamSearch
     from aserve.chat_template import ChatMessage
     from aserve.client import Client
     from aserve.config import EngineConfig
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aserve.plan import TokenLogprobs, WorkerInfo
     from aserve.profiling import profiled
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
+    from aserve.search import beam_search
     from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
 
@@ -75,7 +76,6 @@ __all__ = [
     "WorkerInfo",
     "beam_search",
     "profiled",
-    "run_beams",
 ]
 
 _MODULES = {
@@ -100,9 +100,8 @@ _MODULES = {
     "Tokenizer": "tokenizer",
     "Usage": "request",
     "WorkerInfo": "plan",
-    "beam_search": "beams",
+    "beam_search": "search",
     "profiled": "profiling",
-    "run_beams": "beams",
 }
 
 

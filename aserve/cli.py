@@ -237,7 +237,8 @@ def _add_stream_flags(http: argparse._ArgumentGroup) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from routes.server import ServerOptions, serve  # here, so that other commands never load a web framework
+    from routes.server import serve  # here, so that other commands never load a web framework
+    from routes.server_options import ServerOptions
 
     config = engine_config(args)
     options = ServerOptions(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, Literal, Protocol
 
-Style = Literal["bytes", "runs"]  # how the bytes of tokens that are no whole characters come together
+Style = Literal["bytes", "runs", "words"]  # how the bytes of tokens that are no whole characters come together
 WINDOW = 8  # tokens of context the windowed decoder re-reads; a character spans at most 4
 
 
@@ -28,14 +28,18 @@ class Detokenizer(Protocol):
         """What an ending leaves incomplete, as U+FFFD."""
         ...
 
+    def fork(self) -> Detokenizer:
+        """Another output's that begins with the same tokens."""
+        ...
+
 
 class TokenTable(dict[int, "str | bytes"]):
     """Token id -> its text where it stands alone, its bytes where it may be part of a character. Filled on use.
 
     `style` "bytes" is a byte-level vocabulary: any run of tokens is decoded as one byte string, a maximal invalid
     part becoming one U+FFFD. "runs" is SentencePiece with byte fallback: neighbouring byte tokens are one string if
-    that is valid UTF-8, else one U+FFFD each (so their text is certain only when the run ends). b"" is a token that
-    decoding leaves out: special, or not in the vocabulary.
+    that is valid UTF-8, else one U+FFFD each (so their text is certain only when the run ends). "words" puts a space
+    between any two. b"" is a token that decoding leaves out: special, or not in the vocabulary.
     """
 
     def __init__(self, style: Style, token_of: Callable[[int], str | None], skip: Collection[int] = ()) -> None:
@@ -50,6 +54,8 @@ class TokenTable(dict[int, "str | bytes"]):
             entry: str | bytes = b""
         elif self.style == "bytes":
             entry = _byte_level(token)
+        elif self.style == "words":
+            entry = token
         else:
             entry = _byte_fallback(token)
         self[token_id] = entry
@@ -78,6 +84,11 @@ class ByteDetokenizer:
         data, self._pending = self._pending, b""
         return data.decode("utf-8", "replace")
 
+    def fork(self) -> ByteDetokenizer:
+        other = ByteDetokenizer(self._table)
+        other._pending = self._pending
+        return other
+
 
 class RunDetokenizer:
     """SentencePiece with byte fallback: byte tokens wait for the end of their run."""
@@ -101,6 +112,37 @@ class RunDetokenizer:
             return run.decode("utf-8")
         except UnicodeDecodeError:
             return "\ufffd" * len(run)
+
+    def fork(self) -> RunDetokenizer:
+        other = RunDetokenizer(self._table)
+        other._run = self._run[:]
+        return other
+
+
+class WordDetokenizer:
+    """A vocabulary without a decoder of its own: words, with a space before all but the first of prompt and output."""
+
+    __slots__ = ("_space", "_table")
+
+    def __init__(self, table: TokenTable, prompt: Items[int] = ()) -> None:
+        self._table = table
+        self._space = " " if any(table[token_id] != b"" for token_id in prompt) else ""
+
+    def push(self, token_id: int) -> str:
+        piece = self._table[token_id]
+        if not isinstance(piece, str):
+            return ""
+        text = self._space + piece
+        self._space = " "
+        return text
+
+    def flush(self) -> str:
+        return ""
+
+    def fork(self) -> WordDetokenizer:
+        other = WordDetokenizer(self._table)
+        other._space = self._space
+        return other
 
 
 class WindowDetokenizer:
@@ -131,6 +173,11 @@ class WindowDetokenizer:
         before, after = self._known_text(), self._decode(self._window)
         self._advance(after)
         return after[len(before) :]
+
+    def fork(self) -> WindowDetokenizer:
+        other = WindowDetokenizer(self._decode)
+        other._window, other._known, other._before = self._window[:], self._known, self._before
+        return other
 
     def _known_text(self) -> str:
         if self._before is None:
@@ -185,6 +232,39 @@ class StopFinder:
         held, self._held = self._held, ""
         return held
 
+    def fork(self) -> StopFinder:
+        """Another output's, at the same place."""
+        other = StopFinder.__new__(StopFinder)
+        other._stops, other._first, other._include = self._stops, self._first, self._include
+        other._held, other.matched = self._held, self.matched
+        return other
+
+
+class StopWatch:
+    """Says with which token an output's text completes a stop string; beams.Watch. It shows no text.
+
+    The first `num_unchecked` tokens complete none.
+    """
+
+    __slots__ = ("_detokenizer", "_finder", "_num_unchecked")
+
+    def __init__(self, detokenizer: Detokenizer, finder: StopFinder, num_unchecked: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._finder = finder
+        self._num_unchecked = num_unchecked
+
+    def fork(self) -> StopWatch:
+        """Another output's, at the same place."""
+        return StopWatch(self._detokenizer.fork(), self._finder.fork(), self._num_unchecked)
+
+    def push(self, token_id: int) -> bool:
+        """Takes a token. True where a stop string is complete: nothing may be pushed after it."""
+        text = self._detokenizer.push(token_id)
+        self._num_unchecked -= 1
+        if self._num_unchecked < 0:
+            self._finder.push(text)
+        return self._finder.matched is not None
+
 
 def _first_partial(text: str, stop: str) -> int:
     """Where the longest tail of `text` that begins `stop` starts; len(text) if none does."""
@@ -196,13 +276,15 @@ def _first_partial(text: str, stop: str) -> int:
     return len(text)
 
 
-def from_table(table: TokenTable) -> Detokenizer:
+def from_table(table: TokenTable, prompt: Items[int] = ()) -> Detokenizer:
     """A detokenizer for one output of the table's vocabulary."""
+    if table.style == "words":
+        return WordDetokenizer(table, prompt)
     return ByteDetokenizer(table) if table.style == "bytes" else RunDetokenizer(table)
 
 
 def table_style(decoder: Mapping[str, Any] | None) -> Style | None:
-    """The style of a tokenizer.json "decoder" that TokenTable can take over, None for any other.
+    """The style of a tokenizer.json "decoder" that TokenTable can take over ("Words": it has none), None for any other.
 
     A final Strip of leading spaces is left out on purpose: it belongs to the beginning of the prompt.
     """
@@ -210,6 +292,8 @@ def table_style(decoder: Mapping[str, Any] | None) -> Style | None:
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return "bytes"
+    if kinds == ["Words"]:
+        return "words"
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"]:
         return None
     replace = steps[0]

@@ -26,7 +26,7 @@ from aserve.executors import Executor
 from aserve.grammar import Grammars
 from aserve.intake import Call, ChatOptions, Intake, RequestOptions
 from aserve.metrics import EngineStats, Metrics
-from aserve.output import Output
+from aserve.output import outputs_of
 from aserve.pipeline import Pipeline, dead_error
 from aserve.plan import WorkerInfo
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
@@ -329,9 +329,8 @@ class Engine:
         if box.ended:  # closed meanwhile
             return
         box.request = request
-        outputs = [Output(sequence, box, self._intake.detokenizer(request)) for sequence in request.sequences]
         assert self._pipeline is not None
-        self._pipeline.add(request, outputs)
+        self._pipeline.add(request, outputs_of(request, box, partial(self._intake.detokenizer, request)))
 
     def _make_structured(self) -> StructuredOutputs:
         return StructuredOutputs(Grammars(self.tokenizer, self._wake_soon) if self.tokenizer is not None else None)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypedDict
 
 from aserve.admission import Limits, admit
 from aserve.bad_words import free_of
+from aserve.beams import BeamSearch
 from aserve.constraint import Constraint
-from aserve.detokenizer import Detokenizer
+from aserve.detokenizer import Detokenizer, StopFinder, StopWatch
 from aserve.errors import InvalidRequestError
 from aserve.prompts import PromptEncoder
 from aserve.request import Request, SamplingParams, Sequence
@@ -81,8 +82,8 @@ class Intake:
     async def constraints(self, params: SamplingParams) -> list[Constraint | None]:
         """What holds each choice to its form, None where it is free. Raises InvalidRequestError naming the field."""
         if params.bad_words:  # never together with a form
-            return free_of(params.bad_words, self._tokenizer, self._limits.vocab_size, params.n)
-        return await self.structured.constraints(params.structured, params.n)
+            return free_of(params.bad_words, self._tokenizer, self._limits.vocab_size, params.num_sequences)
+        return await self.structured.constraints(params.structured, params.num_sequences)
 
     def admit(self, call: Call, *, num_waiting: int) -> Request:
         """The request, ready for the scheduler. Raises InvalidRequestError, ContextLengthError or OverloadedError."""
@@ -106,7 +107,25 @@ class Intake:
         request.sequences = [
             Sequence(request, index, constraint=constraint) for index, constraint in enumerate(call.constraints)
         ]
+        if params.use_beam_search:
+            request.beams = self._beams(request)
         return request
+
+    def _beams(self, request: Request) -> BeamSearch:
+        params, detokenizer = request.params, self.detokenizer(request)
+        watch = None
+        if params.stop and detokenizer is not None:
+            watch = StopWatch(detokenizer, StopFinder(params.stop), params.min_tokens)
+        return BeamSearch(
+            params.num_sequences,
+            request.max_tokens,
+            (*request.end_token_ids, *params.stop_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            min_tokens=params.min_tokens,
+            num_logprobs=params.logprobs,
+            watch=watch,
+        )
 
     def detokenizer(self, request: Request) -> Detokenizer | None:
         """A fresh one for one of its outputs; None where the engine has no tokenizer."""

@@ -20,8 +20,8 @@ from aserve.executors import Executor, StepError
 from aserve.metrics import Metrics
 from aserve.output import Output
 from aserve.plan import StepPlan, StepResult
-from aserve.request import Change, Delta, FinishReason, Request, Sequence
-from aserve.scheduler import Event, Scheduler
+from aserve.request import Delta, FinishReason, Request, Sequence
+from aserve.scheduler import Event, Move, Scheduler
 from aserve.steps import StepLog, StepRow
 
 _SLICE = 128  # tokens delivered before other tasks get a turn: about half a millisecond
@@ -140,21 +140,24 @@ class Pipeline:
             now = self._clock()
             began = time.perf_counter()
             plan = self._scheduler.schedule(now)
-            for request, change in self._scheduler.take_moves():
-                request.changes.append((change, now))
-                self._tell(request, change)
+            for move in self._scheduler.take_moves():
+                move.request.changes.append((move.change, now))
+                self._tell(move)
             if plan is None:
                 return
             planned = time.perf_counter()
             self._in_flight.append(InFlight(plan, self._executor.submit(plan), now, began, planned))
 
-    def _tell(self, request: Request, change: Change) -> None:
-        """The reader of a request that was preempted may say so to its client."""
-        for sequence in request.sequences:
+    def _tell(self, move: Move) -> None:
+        """The log says why a request was preempted; its reader may say to its client that it was."""
+        if move.choice is not None:
+            fields = {"event": "preempted", "request_key": move.request.key, "cause": move.cause}
+            fields |= move.choice._asdict()
+            _log.info("preempted %s for %s: %s", move.request.key, move.cause, move.choice, extra={"fields": fields})
+        for sequence in move.request.sequences:
             output = self._outputs.get(sequence)
             if output is not None:
-                if output.box.on_change is not None:
-                    output.box.on_change(change)
+                output.box.tell(move.change)
                 return
 
     async def _commit_next(self) -> list[Event]:
@@ -232,9 +235,15 @@ class Pipeline:
                 output.last_time = now
             try:
                 if reason is not None:
-                    deltas.append((output, output.finish(token_id, logprobs, reason)))
-                elif token_id is not None:
-                    deltas.append((output, output.advance(token_id, logprobs)))
+                    delta = output.finish(token_id, logprobs, reason)
+                    if token_id is None and delta.token_ids:  # a beam, whole
+                        num_tokens += len(delta.token_ids)
+                        if sequence.index == 0:
+                            self._metrics.first_token.observe(now - sequence.request.arrival)
+                else:
+                    assert token_id is not None
+                    delta = output.advance(token_id, logprobs)
+                deltas.append((output, delta))
             except Exception as error:
                 self._fail_request(sequence.request, error)
         self._metrics.num_output_tokens += num_tokens

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from aserve.batch import Batch
+from aserve.beam_groups import settle
 from aserve.errors import AserveError, RequestFailedError
-from aserve.plan import StepResult
+from aserve.plan import StepResult, TokenLogprobs
 from aserve.preemption import CostModel
 from aserve.quarantine import Quarantine
 from aserve.request import FinishReason
@@ -36,8 +37,7 @@ class Results:
         step = self._steps.popleft()
         if step.number != result.number:
             raise ValueError(f"result of step {result.number} came where step {step.number} was due")
-        if step.rows:
-            self._costs.observe_prefill(step.num_tokens, result.timings.compute)
+        self._observe(step, result.timings.compute)
         if result.bad:
             self._fail_bad(step, result.bad)
         suspect = self._quarantine.on_trial
@@ -51,6 +51,15 @@ class Results:
                 row.keep_prompt_logprobs(result.prompt_logprobs[chunk])
             index = self._commit_row(row, result, index, events, now)
         return events
+
+    def _observe(self, step: Step, seconds: float) -> None:
+        """What the step took tells the cost model what tokens cost."""
+        if step.swaps:
+            return
+        if step.rows:
+            self._costs.observe_chunks(step.num_tokens - len(step.decoding), step.num_pairs, seconds)
+        else:
+            self._costs.observe_decode(seconds)
 
     def _commit_draws(self, seats: Iterable[Seat], result: StepResult, index: int, events: list[Event]) -> None:
         """The hot loop: appends each seat's token and ends it where the token, or their number, says so."""
@@ -99,8 +108,20 @@ class Results:
         if request.first_token is None and any(seat.live for seat in row.drawing):
             request.first_token = now
             self._roster.deadlines.reached_first_token(request)
-        self._commit_draws(row.drawing, result, index, events)
+        if request.beams is None:
+            self._commit_draws(row.drawing, result, index, events)
+        elif row.seat.live:
+            self._commit_beam(row.seat, result.logprobs[index], events)
         return index + len(row.drawing)
+
+    def _commit_beam(self, seat: Seat, found: TokenLogprobs, events: list[Event]) -> None:
+        """A beam drew nothing; what counts is which tokens were the best. The last of its group moves the search on."""
+        request = seat.sequence.request
+        seat.sequence.num_inflight -= 1
+        if self._batch.beams.take(seat, found, self._batch.groups[request]):
+            for sequence, reason in settle(request):
+                self._roster.end(sequence, reason)
+                events.append(Event(sequence, None, None, reason))
 
     # failures
 

@@ -10,6 +10,7 @@ from collections import deque
 from itertools import islice
 
 from aserve.batch import Batch
+from aserve.beam_groups import settle
 from aserve.deadlines import Deadlines
 from aserve.errors import AserveError
 from aserve.quarantine import Quarantine
@@ -49,7 +50,7 @@ class Roster:
         if request in self.unfinished and request.cancel_reason is None:
             request.cancel_reason = reason
             request.error = error
-            holds_memory = request in self._batch.groups or request in self._residency.swapped
+            holds_memory = request in self._batch.groups or self._residency.holds(request)
             if holds_memory:
                 self._cancelled.appendleft(request)
             else:
@@ -57,17 +58,15 @@ class Roster:
                 self._line.remove(request)
 
     def pause(self, request: Request, *, paused: bool) -> None:
-        """Takes a running request out of memory, where the prefix cache keeps what it can, or lets it come back. One
-        that is not running is left alone."""
+        """Takes a running request's slots, and its memory once that is short; or lets it come back. One that is not
+        running is left alone."""
         if paused and request in self._batch.groups and request.cancel_reason is None:
-            self._residency.discard(request, Phase.PAUSED)
+            self._residency.park(request)
             self._quarantine.excuse(request)
             self.paused[request] = None
         elif not paused and request in self.paused:
             del self.paused[request]
-            for sequence in request.sequences:
-                if sequence.phase is Phase.PAUSED:
-                    sequence.move(Phase.WAITING)
+            self._residency.unpark(request)
             self._line.put_back(request)
 
     def take_events(self) -> list[Event]:
@@ -103,6 +102,8 @@ class Roster:
     def end_all(self, request: Request) -> None:
         """Ends what is unfinished of a request for its cancel_reason, each sequence with an event."""
         assert request.cancel_reason is not None
+        if request.beams is not None:
+            settle(request, request.cancel_reason)
         for sequence in request.sequences:
             if sequence.phase is not Phase.FINISHED:
                 self.end(sequence, request.cancel_reason)

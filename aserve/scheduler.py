@@ -18,16 +18,16 @@ from aserve.config import EngineConfig, Preemption
 from aserve.errors import AserveError
 from aserve.plan import BlockCopy, StepPlan, StepResult, WorkerInfo
 from aserve.policy import Policy, load_policy
-from aserve.preemption import CostModel
+from aserve.preemption import Choice, CostModel, PreemptionKind
 from aserve.quarantine import Quarantine
 from aserve.request import FinishReason, Phase, Request, Sequence
-from aserve.residency import Residency
+from aserve.residency import Entry, Residency
 from aserve.results import Results
 from aserve.roster import Roster
-from aserve.seat import Draft, Event, Move, PreemptionCause, PreemptionKind, SchedulerStats, Seat, Step
+from aserve.seat import Draft, Event, Move, PreemptionCause, SchedulerStats, Seat, Step
 from aserve.waiting import WaitingLine
 
-__all__ = ["Event", "Scheduler", "SchedulerStats"]
+__all__ = ["Event", "Move", "Scheduler", "SchedulerStats"]
 
 MAX_LATER = 16  # requests set aside while others compute the prefix they share
 
@@ -81,7 +81,12 @@ class Scheduler:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             depth=config.depth or info.depth,
-            preemption=CostModel(config.preemption, block_size=info.block_size, block_bytes=info.block_bytes),
+            preemption=CostModel(
+                config.preemption,
+                block_size=info.block_size,
+                block_bytes=info.block_bytes,
+                copy_rate=info.copy_rate,
+            ),
         )
 
     # requests in and out
@@ -97,8 +102,8 @@ class Scheduler:
         self._roster.cancel(request, reason, error)
 
     def pause(self, request: Request, *, paused: bool) -> None:
-        """Takes a running request out of memory, where the prefix cache keeps what it can, or lets it come back. One
-        that is not running is left alone."""
+        """Takes a running request's slots, and its memory once that is short; or lets it come back. One that is not
+        running is left alone."""
         self._roster.pause(request, paused=paused)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
@@ -179,6 +184,7 @@ class Scheduler:
         if growing:
             self._batch.grow(draft, [seat for seat in growing if seat.active])
         decodes = self._batch.plan_decodes(draft)
+        self._batch.plan_beams(draft, self.max_num_batched_tokens)
         self._batch.plan_prefills(draft, self.max_num_batched_tokens)
         if not preempted:
             self._admit(draft, now, claimant)
@@ -187,7 +193,16 @@ class Scheduler:
         self._number += 1
         plan = draft.build(self._number, decodes, self._swap_out)
         self._steps.append(
-            Step(self._number, draft.decoding, draft.rows, draft.handed, self._swapped_out, draft.num_tokens)
+            Step(
+                self._number,
+                draft.decoding,
+                draft.rows,
+                draft.handed,
+                self._swapped_out,
+                draft.num_tokens,
+                draft.num_pairs,
+                bool(plan.swap_out or plan.swap_in),
+            )
         )
         self._swap_out, self._swapped_out = [], []
         return plan
@@ -196,6 +211,8 @@ class Scheduler:
         """Preempts from the end of the running order until the others' next blocks are free."""
         preempted = False
         while self._batch.num_growth(growing) > self.blocks.num_free:
+            if self._evict_parked():
+                continue
             victim = self._batch.victim()
             self._preempt(victim, "away" if victim.detached else "memory")
             self._residency.widen()
@@ -208,6 +225,10 @@ class Scheduler:
         request = self._line.peek(now)
         if request is None or self._quarantine or self._batch.num_due >= self.max_num_batched_tokens:
             return None
+        if self._residency.parked and self._batch.loser(request) is not None:
+            need = self.blocks.blocks_for(len(request.prompt)) + self._batch.num_growth(growing)
+            while need > self.blocks.num_free and self._evict_parked():
+                pass
         yielding = find_yielding(request, self._batch, self.blocks, self._batch.num_growth(growing))
         if yielding is None:
             return None
@@ -217,15 +238,29 @@ class Scheduler:
         return request
 
     def _preempt(self, victim: Request, cause: PreemptionCause) -> None:
-        copies = self._residency.preempt(victim)
+        choice, copies = self._residency.preempt(victim)
+        self._line.put_back(victim)
+        self._note_preemption(victim, cause, choice, copies)
+
+    def _evict_parked(self, keep: Request | None = None) -> bool:
+        """Takes the memory of a request whose reader is behind. False where none has any."""
+        evicted = self._residency.evict_parked(keep) if self._residency.parked else None
+        if evicted is None:
+            return False
+        request, choice, copies = evicted
+        self._note_preemption(request, "away", choice, copies)
+        return True
+
+    def _note_preemption(
+        self, victim: Request, cause: PreemptionCause, choice: Choice, copies: list[BlockCopy]
+    ) -> None:
         if copies:
             self._swap_out += copies
             self._swapped_out.append(victim)
             self._num_swaps += 1
-        self._line.put_back(victim)
         self._num_preemptions += 1
-        self.preemptions["swap" if copies else "recompute", cause] += 1
-        self._moves.append(Move(victim, "preempted"))
+        self.preemptions[choice.kind, cause] += 1
+        self._moves.append(Move(victim, "preempted", cause, choice))
 
     def _admit(self, draft: Draft, now: float, claimant: Request | None) -> None:
         """Brings in the claimant, preempted requests, and waiting ones, while tokens, slots and blocks are left."""
@@ -240,8 +275,8 @@ class Scheduler:
                 return
             if not self._quarantine.admits(request):
                 continue
-            state = self._residency.enter(request, draft)
-            if state == "full":
+            state = self._enter(request, draft)
+            if state in ("no slots", "no blocks"):
                 return
             if state == "later":
                 num_later += 1
@@ -249,8 +284,8 @@ class Scheduler:
             self._line.remove(request)
             self._start(request, draft, now)
         while not self._quarantine and self._has_room(draft) and (new := self._line.peek(now)) is not None:
-            state = self._residency.enter(new, draft)
-            if state == "full" or (state == "later" and num_later >= MAX_LATER):
+            state = self._enter(new, draft)
+            if state in ("no slots", "no blocks") or (state == "later" and num_later >= MAX_LATER):
                 return
             self._line.remove(new)
             if state == "later":
@@ -258,6 +293,12 @@ class Scheduler:
                 self._line.put_back(new)
                 continue
             self._start(new, draft, now)
+
+    def _enter(self, request: Request, draft: Draft) -> Entry:
+        """Seats the request where there is room, or where requests whose readers are behind have some."""
+        while (state := self._residency.enter(request, draft)) == "no blocks" and self._evict_parked(request):
+            pass
+        return state
 
     def _has_room(self, draft: Draft) -> bool:
         return draft.num_tokens < self.max_num_batched_tokens and self._batch.num_free_slots > 0

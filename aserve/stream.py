@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Literal, Self
 
+from aserve.beams import Beam
 from aserve.errors import AserveError, InvalidRequestError
 from aserve.request import Change, Completion, Delta, Request, Timeline, Usage
 
@@ -68,6 +69,11 @@ class Mailbox:
         self.ended = False  # no delta will follow
         self.error: AserveError | None = None  # raised to the reader once the deltas are read
 
+    def tell(self, change: Change) -> None:
+        """The request was preempted, or runs again."""
+        if self.on_change is not None:
+            self.on_change(change)
+
     def push(self, delta: Delta) -> None:
         """Leaves a delta and wakes the reader."""
         self._deltas.append(delta)
@@ -78,7 +84,7 @@ class Mailbox:
 
     def _pile_up(self) -> None:
         """The reader is late: what waits is joined, and counted against the limit."""
-        self._deltas = _join(self._deltas)
+        self._deltas = join(self._deltas)
         limit = self._limit if self._away_limit is None else self._away_limit
         if limit is None or self.behind or self._pace is None:
             return
@@ -129,7 +135,7 @@ class Mailbox:
         self._deltas = []
         if self.behind:
             self._catch_up()
-        return deltas if len(deltas) == 1 else _join(deltas)
+        return deltas if len(deltas) == 1 else join(deltas)
 
     async def wait(self) -> bool:
         """True once a delta is there, False at the end. Raises the request's error after its last delta."""
@@ -238,7 +244,7 @@ class Stream:
             deltas.append(delta)
         return [
             Completion(d.index, d.text, d.token_ids, d.finish_reason or "cancelled", d.stop_reason, d.logprobs)
-            for d in sorted(_join(deltas), key=lambda delta: delta.index)
+            for d in sorted(join(deltas), key=lambda delta: delta.index)
         ]
 
     async def text(self) -> str:
@@ -275,6 +281,12 @@ class Stream:
         return Timeline(
             request.arrival, request.first_scheduled, request.first_token, request.ended, tuple(request.changes)
         )
+
+    @property
+    def beams(self) -> list[Beam]:
+        """Of a beam search, the beams that have ended, best first and without their text; final at the end."""
+        request = self._box.request
+        return [] if request is None or request.beams is None else request.beams.beams()
 
     @property
     def ended(self) -> bool:
@@ -319,7 +331,7 @@ class Stream:
             box.abandon()
 
 
-def _join(deltas: list[Delta]) -> list[Delta]:
+def join(deltas: list[Delta]) -> list[Delta]:
     """One delta per choice, in the order in which the choices appear."""
     choices: dict[int, list[Delta]] = {}
     for delta in deltas:

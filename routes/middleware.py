@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aserve import AuthenticationError, Engine, OverloadedError
-from routes.http import error_response, header
+from routes.http import error_response, header, route_path
 from routes.records import QUIET_PATHS, Record
 
 log = logging.getLogger("aserve.access")
@@ -55,7 +55,7 @@ class RequestLog:
         finally:
             method, path = scope["method"], scope["path"][:_MAX_SHOWN]
             fields = {"method": method, "path": path, "status": record.status, "request_id": record.label}
-            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            level = logging.DEBUG if route_path(scope) in QUIET_PATHS else logging.INFO
             log.log(
                 level,
                 "%s %s %s %s id=%s",
@@ -110,7 +110,7 @@ class ApiKeys:
             self._num_open[key] -= 1
 
     def _allows(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        if route_path(scope) in OPEN_PATHS:
             return True
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
         if scheme.lower() != "bearer":

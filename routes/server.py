@@ -10,23 +10,25 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aserve import ConfigError, Engine, EngineConfig, SlowReader, profiled
+from aserve import ConfigError, Engine, EngineConfig, profiled
 from routes.app import create_app
-from routes.logs import LogFormat, logging_to_stderr
+from routes.logs import logging_to_stderr
+from routes.protocol import Protocol
+from routes.server_options import ServerOptions
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -39,52 +41,27 @@ _UNSENT_BYTES = 64 << 10
 _DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """What the command line says beside the engine's options."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    max_requests_per_key: int | None = None
-    cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 8 << 20
-    ping_interval: float = 15.0
-    resume_grace: float = 0.0
-    max_resume_grace: float = 60.0
-    journal_bytes: int = 1 << 20
-    slow_client: SlowReader = "coalesce"
-    max_unsent_bytes: int = 1 << 20
-    log_requests: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    drain_timeout: float = 30.0
-    exit_on_death: bool = True
-    log_level: str = "info"
-    log_format: LogFormat = "text"
-    otlp_traces_endpoint: str | None = None  # a collector of OpenTelemetry spans
-    root_path: str = ""  # where a proxy mounts the server
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    app: str | None = None  # pkg.module:create_app
-    profile: str | None = None  # a directory for the steps' times and a trace
-
-
 def serve(config: EngineConfig, options: ServerOptions) -> int:
     """Serves until a signal; the exit code: 0 after a whole drain, 1 where requests were cut or the engine died.
 
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    _allow_many_connections()
     with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
         return serve_engine(Engine(config), listener, options)
 
 
+def _allow_many_connections() -> None:
+    """Each is a file, and the limit that a shell gives (1024) is below what a server may hold."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the system says no
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     """`serve`, for an engine that is made but not started, on a listening socket."""
-    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
+    options.check_certificate()
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     log.info("listening on %s://%s:%d, loading the model", scheme, f"[{host}]" if ":" in host else host, port)
@@ -99,13 +76,12 @@ def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions
 
 def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     settings = uvicorn.Config(
-        app,
+        under_root(app, options.root_path),
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
         ws="none",
         access_log=False,
         log_config=None,
-        root_path=options.root_path,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
         timeout_graceful_shutdown=int(_CLOSE_SECONDS),
@@ -115,6 +91,21 @@ def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerO
     )
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         return runner.run(server.run_engine(listener))
+
+
+def under_root(app: ASGIApp, root: str) -> ASGIApp:
+    """The application where a proxy shows it at `root`, whether or not the proxy takes that off the path."""
+    if not root:
+        return app
+
+    async def mounted(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            whole = path if path.startswith(f"{root}/") else root + path
+            scope = {**scope, "root_path": root, "path": whole}
+        await app(scope, receive, send)
+
+    return mounted
 
 
 def bind(host: str, port: int) -> socket.socket:

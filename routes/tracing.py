@@ -20,6 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aserve import ConfigError, Timeline, __version__
+from routes.http import route_path
 from routes.records import QUIET_PATHS, Record
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -63,7 +64,7 @@ class Tracing:
         self._tracer = provider.get_tracer("aserve", __version__)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in QUIET_PATHS:
+        if scope["type"] != "http" or route_path(scope) in QUIET_PATHS:
             await self.app(scope, receive, send)
             return
         began = time.time_ns()

@@ -19,7 +19,8 @@ from typing import Any
 from aserve import Engine, EngineConfig
 from aserve.executors.thread import ThreadExecutor
 from routes.logs import logging_to_stderr
-from routes.server import ServerOptions, bind, serve_engine
+from routes.server import bind, serve_engine
+from routes.server_options import ServerOptions
 from tests.faults.runner import FaultyRunner
 from tests.serving import TOKENIZER, VOCAB_SIZE
 

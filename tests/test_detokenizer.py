@@ -218,3 +218,16 @@ def test_the_demo_models_vocabulary_decodes_the_same_in_pieces() -> None:
         for skip in (True, False):
             decoder = tokenizer.detokenizer((), skip)
             assert "".join([*map(decoder.push, ids), decoder.flush()]) == tokenizer.decode(ids, skip)
+
+
+def test_words_without_a_decoder_are_joined_as_the_tokenizer_joins_them() -> None:
+    words = Backend(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "c": 3}, unk_token="a"))
+    words.add_special_tokens(["<s>"])
+    tokenizer = from_backend(words)
+    for prompt in ([0, 1], [2], []):
+        for output in ([3, 2, 0, 7, 1], [2, 1]):
+            decoder = tokenizer.detokenizer(prompt)
+            text = "".join([decoder.push(token) for token in output]) + decoder.flush()
+            before, whole = (tokenizer.decode(ids) for ids in (prompt, prompt + output))
+            assert text == whole[len(before) :]
+    assert tokenizer.vocabulary() is None

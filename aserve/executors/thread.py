@@ -31,7 +31,7 @@ class ThreadExecutor:
     def __init__(self, runner: Runner | Callable[[], Runner], *, name: str = "aserve") -> None:
         self._make: Callable[[], Runner] = runner if callable(runner) else lambda: runner
         self._name = name
-        self._plans: SimpleQueue[_Step | None | object] = SimpleQueue()
+        self._plans: SimpleQueue[_Step | object | None] = SimpleQueue()
         self._idles = True  # the runner has work that could wait
         self._launched: SimpleQueue[_Launched | None] = SimpleQueue()
         self._in_flight: set[asyncio.Future[StepResult]] = set()

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.live
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [15.0, pytest.param(120.0, marks=pytest.mark.slow)])
 def test_a_server_is_as_new_after_a_mixed_load(seconds: float, request: pytest.FixtureRequest) -> None:
     """Growth is judged in the second half: what a server keeps for its first requests is no leak."""
