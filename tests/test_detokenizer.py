@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as WordTokenizer
 
 from aserve.detokenizer import Detokenizer, StopFinder, TokenTable, WindowDetokenizer, from_table, table_style
 from aserve.models.files import resolve
-from aserve.tokenizer import _part, load
+from aserve.tokenizer import _part, from_backend, load
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -221,7 +222,7 @@ def test_the_demo_models_vocabulary_decodes_the_same_in_pieces() -> None:
 
 
 def test_words_without_a_decoder_are_joined_as_the_tokenizer_joins_them() -> None:
-    words = Backend(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "c": 3}, unk_token="a"))
+    words = WordTokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "c": 3}, unk_token="a"))
     words.add_special_tokens(["<s>"])
     tokenizer = from_backend(words)
     for prompt in ([0, 1], [2], []):
