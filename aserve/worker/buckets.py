@@ -100,7 +100,7 @@ def likely_shapes(max_num_seqs: int) -> Iterator[Shape]:
                 yield DecodeShape(count, options)
         rows = [rows for rows in (0, 16, 32, 64, 128, 256) if low < rows <= high or low == rows == 0]
         for num_decodes in rows:
-            seen = {forward_shape(num_decodes, 1, count) for count in range(num_decodes // 2 + 1, num_decodes + 513)}
+            seen = {forward_shape(num_decodes, 1, count) for count in range(num_decodes // 2 + 1, MAX_TOKENS + 1)}
             yield from sorted(seen, key=lambda shape: shape.num_tokens)
         low = high
     for count in sorted({decode_rows(count) for count in range(low + 1, max_num_seqs + 1)}):

@@ -8,7 +8,7 @@ what the allocator holds after loading; `total` is utilization x card, the plan,
 card while as many requests as may run at once came and went, prompts of up to a whole step among them. With --preempt
 outputs are so long that they outgrow the pool, and every ten seconds preemption turns from swapping to recomputing or
 back. `minutes` has the most memory in use in each minute, which must not grow. Prints JSON, and writes cuda_memory.json
-into $OUT where that is set. Exit code 1: an estimate was off by over 3%, memory grew, or an output failed or has a wrong
+into $OUT where that is set. Exit code 1: an estimate was off by over 3%, memory grew, an output failed or has a wrong
 length.
 """
 
