@@ -87,7 +87,7 @@ class StepGraphs:
         """Captures the largest decode steps, so that smaller ones fit in their memory, and compiles what a first
         request needs."""
         largest = buckets.decode_rows(self._max_num_seqs)
-        few = [size for size in (64, 32, 16, 8) if size < largest]  # each has linear kernels of its own
+        few = [size for size in (128, 64, 32, 16, 8) if size < largest]  # each has linear kernels of its own
         for options, sizes in (
             (DrawOptions(), [largest, *few, 1]),
             (DrawOptions(all_greedy=False), [largest, 1]),
@@ -297,6 +297,8 @@ class StepGraphs:
             return self._record(work)
         except RuntimeError as error:
             torch.cuda.synchronize(self._state.device)  # a real fault is raised here
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # else it refuses torch's draws ever after
             _log.warning("steps of a shape run without a CUDA graph: %s", error)
             return None
 
