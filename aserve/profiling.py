@@ -60,9 +60,11 @@ class _Trace:
         self._running = False
 
     def start(self) -> None:
+        import torch
         from torch.profiler import ProfilerActivity, profile
 
-        self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *device])
         self._profile.start()
         self._running = True
 
