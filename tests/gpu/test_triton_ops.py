@@ -106,6 +106,25 @@ def test_add_rms_norm_updates_the_residual(triton_ops, torch_ops, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (5, 4096), (1, 5120), (9, 80)])
+def test_layer_norm_equals_its_twin(triton_ops, torch_ops, dtype, shape):
+    x, weight, bias = randn(*shape, dtype=dtype) + 3, randn(shape[-1], dtype=dtype), randn(shape[-1], dtype=dtype)
+    wanted = torch_ops.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)
+    assert_near(triton_ops.layer_norm(x, weight, bias, 1e-5), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_layer_norm_updates_the_residual(triton_ops, torch_ops, dtype):
+    x, residual = randn(4, 1000, dtype=dtype), randn(4, 1000, dtype=dtype)
+    weight, bias = randn(1000, dtype=dtype), randn(1000, dtype=dtype)
+    twin_residual = residual.clone()
+    wanted = torch_ops.add_layer_norm_(x, twin_residual, weight, bias, 1e-6)
+    found = triton_ops.add_layer_norm_(x, residual, weight, bias, 1e-6)
+    assert torch.equal(residual, twin_residual)
+    assert_near(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_gated_mlp_equals_its_twin(triton_ops, torch_ops, dtype, activation):
     x = randn(3, 2 * 1100, dtype=dtype, scale=3.0)
@@ -311,7 +330,25 @@ def test_gated_linear_equals_its_parts(torch_ops, dtype, num_tokens, activation,
     wanted = torch_ops.gated_mlp(torch.nn.functional.linear(x.float(), weight.float(), wide_bias), activation)
     tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
     if num_tokens <= MAX_TOKENS:
-        found = small_linear(x, weight, bias, activation, vector=vector, num_warps=4, num_stages=3, **tile)
+        found = small_linear(x, weight, bias, activation, gated=True, vector=vector, num_warps=4, num_stages=3, **tile)
         assert_near(found, wanted, dtype)
     if DEVICE == "cuda":
         assert_near(gated_linear(x, weight, bias, activation), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 8] if DEVICE == "cpu" else [1, 8, 40, 200])
+@pytest.mark.parametrize(("activation", "with_bias"), [("relu", True), ("gelu", True), ("gelu_tanh", False)])
+def test_an_activated_linear_equals_its_parts(dtype, num_tokens, activation, with_bias):
+    from aserve_kernels.linear import activate_
+    from aserve_kernels.triton.linear import linear, small_linear
+
+    x, weight = randn(num_tokens, 512, dtype=dtype), randn(300, 512, dtype=dtype, scale=512**-0.5)
+    bias = randn(300, dtype=dtype) if with_bias else None
+    wanted = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    wanted = activate_(wanted, activation)
+    assert_near(linear(x, weight, bias, activation), wanted, dtype)
+    for vector in (False, True) if num_tokens <= 8 else ():
+        tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
+        found = small_linear(x, weight, bias, activation, vector=vector, num_warps=4, num_stages=3, **tile)
+        assert_near(found, wanted, dtype)
