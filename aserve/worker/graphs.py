@@ -181,6 +181,8 @@ class StepGraphs:
             return self._record(rows, bucket)
         except RuntimeError as error:
             torch.cuda.synchronize(self._state.device)  # a real fault is raised here
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # else it refuses torch's draws ever after
             _log.warning("steps of %d tokens run without a CUDA graph: %s", bucket.num_tokens, error)
             return None
 

@@ -114,3 +114,20 @@ def test_a_row_that_is_not_finite_is_reported_alone() -> None:
     result = driver.run(chunks=chunks, slots=tuple(updates))
     assert result.bad == (1,)
     assert len(result.tokens) == 3
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_model_that_cannot_be_captured_runs_and_leaves_torchs_generator_usable() -> None:
+    runner = graph_runner()
+    assert runner.graphs is not None
+    runner.graphs._captured.clear()
+    forward = runner.model.forward
+
+    def reads(token_ids, meta, caches):  # type: ignore[no-untyped-def]
+        token_ids.tolist()
+        return forward(token_ids, meta, caches)
+
+    runner.model.forward = reads  # type: ignore[method-assign]
+    assert Driver(runner).generate(0, PROMPTS[0], GREEDY, 6) == solo(PROMPTS[0], GREEDY, 6)
+    assert set(runner.graphs._captured.values()) == {None}
+    assert torch.isfinite(torch.randn(8, device="cuda")).all()

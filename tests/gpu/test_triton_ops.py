@@ -214,21 +214,23 @@ OPTIONS = {
     "top_k": dict(top_k=[1, 5, 1000000, 40, 3]),
     "top_p": dict(top_p=[0.1, 0.9, 1.0, 0.5, 0.01]),
     "min_p": dict(min_p=[0.1, 0.0, 0.9, 0.5, 0.01]),
+    "wide": dict(top_k=[600, 3000, 40, 2500, 513], top_p=[0.9, 0.99, 0.9, 0.5, 1.0]),
     "all": dict(top_k=[20, 5, 7, 40, 300], top_p=[0.9, 0.9, 1.0, 0.5, 0.7], min_p=[0.0, 0.0, 0.2, 0.01, 0.01]),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [61, 5000])
+@pytest.mark.parametrize("vocab", [61, 5000] if DEVICE == "cpu" else [61, 5000, 60_000])
+@pytest.mark.parametrize("scale", [2.0, 0.1])  # flat logits have more kept words than the kernel's candidates
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_draws_equal_the_twins(triton_ops, torch_ops, vocab, options, dtype):
+def test_draws_equal_the_twins(triton_ops, torch_ops, vocab, scale, options, dtype):
     types = dict(top_k=torch.int64, top_p=torch.float32, min_p=torch.float32)
     given = {name: torch.tensor(values, dtype=types[name], device=DEVICE) for name, values in options.items()}
     if "top_k" in given:
         given["top_k"].clamp_(max=vocab)
     temperature = torch.tensor([1.0, 0.7, 0.0, 2.0, 0.1], device=DEVICE)
     for _ in range(1 if DEVICE == "cpu" else 20):
-        logits = randn(5, vocab, scale=2.0, dtype=dtype)
+        logits = randn(5, vocab, scale=scale, dtype=dtype)
         rows = sampling_rows(5, temperature=temperature, **given)
         assert torch.equal(triton_ops.sample(logits, rows), torch_ops.sample(logits, rows))
 
