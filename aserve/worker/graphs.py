@@ -95,7 +95,7 @@ class StepGraphs:
         """Captures the largest decode steps, so that smaller ones fit in their memory, and compiles what a first
         request needs."""
         nothing = StepPlan(0)
-        few = [size for size in (64, 32, 16, 8) if size < self._max_rows]  # each has linear kernels of its own
+        few = [size for size in (128, 64, 32, 16, 8) if size < self._max_rows]  # each has linear kernels of its own
         for options, sizes in (
             (DrawOptions(), [self._max_rows, *few, 1]),
             (DrawOptions(all_greedy=False), [self._max_rows, 1]),

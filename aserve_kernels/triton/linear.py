@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from aserve_kernels.triton import wide
 from aserve_kernels.triton.launch import begin, overlapped, prefetch
 from aserve_kernels.triton.norm import activate, activated_, gated_mlp
 
@@ -175,20 +176,27 @@ def small_linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """act(x weight^T + bias), x [..., K] -> [..., N]: our kernels for up to MAX_TOKENS tokens, else the library's."""
+    """act(x weight^T + bias), x [..., K] -> [..., N], by the kernel that is quickest for so many tokens."""
     if _is_small(x, weight):
-        return small_linear(x, weight, bias, activation, **_tile(x.shape[0], *weight.shape))
+        tile = _tile(x.shape[0], *weight.shape)
+        if tile is not None:
+            return small_linear(x, weight, bias, activation, **tile)
+    elif weight.shape[0] <= 2048 and wide.takes(x, weight):
+        return wide.linear(x, weight, bias, activation, tokens=64, outputs=32, depth=256, warps=4)
     out = functional.linear(x, weight, bias)
     return out if activation is None else activated_(out, activation)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """act(x G^T + g) * (x U^T + u) for weight [2 F, K] = [G | U]: one kernel for one token, else two."""
-    if x.shape[0] != 1 or not _is_small(x, weight):
-        return gated_mlp(linear(x, weight, bias), activation)
-    tile = _tile(1, *weight.shape)
-    tile["BLOCK_N"] //= 2  # as many rows of weight in a program as without an activation
-    return small_linear(x, weight, bias, activation, gated=True, **tile)
+    """act(x G^T + g) * (x U^T + u) for weight [2 F, K] = [G | U]: one kernel for one token or many, else two."""
+    if x.shape[0] == 1 and _is_small(x, weight):
+        tile = _tile(1, *weight.shape)
+        assert tile is not None
+        tile["BLOCK_N"] //= 2  # as many rows of weight in a program as without an activation
+        return small_linear(x, weight, bias, activation, gated=True, **tile)
+    if MAX_TOKENS < x.shape[0] <= 128 and weight.shape[0] >= 16384 and wide.takes(x, weight):
+        return wide.linear(x, weight, bias, activation, gated=True, tokens=128, outputs=128, depth=64, warps=8)
+    return gated_mlp(linear(x, weight, bias), activation)
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
@@ -196,8 +204,11 @@ def _is_small(x: Tensor, weight: Tensor) -> bool:
     return few and x.dtype != torch.float32 and weight.is_contiguous()
 
 
-def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
-    """The quickest kernel and tile of those tried on an H200 (docs/benchmarks/cuda_kernels.json)."""
+def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int] | None:
+    """The quickest kernel and tile of those tried on an H200 (docs/LOG.md), or None where the library's is quicker.
+
+    Up to 4224 outputs, programs of 32 run at once on its 132 multiprocessors; with more, two of 64 fit on each.
+    """
     if num_tokens == 1:
         block_n = 2 if num_outputs <= 1024 else 4
         return dict(vector=True, BLOCK_N=block_n, BLOCK_K=2048 if size > 1024 else 512, num_warps=4, num_stages=3)
@@ -207,14 +218,18 @@ def _tile(num_tokens: int, num_outputs: int, size: int) -> dict[str, int]:
         if num_tokens <= 16:
             return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4 if num_tokens <= 8 else 3)
         return dict(vector=False, BLOCK_N=16, BLOCK_K=256, num_warps=4, num_stages=5)
-    if num_outputs >= 16384:
+    if num_outputs >= 24576 and (num_tokens > 16 or size <= 1024):
         return dict(vector=False, BLOCK_N=128, BLOCK_K=128, num_warps=8, num_stages=4)
-    if size > 8192 or (size > 1024 and num_outputs <= 4096):
-        if num_tokens <= 8:
+    if size <= 1024 and num_tokens <= 8:
+        return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)
+    if size > 1024 and num_outputs <= 4224:
+        if num_tokens <= 16:
             return dict(vector=False, BLOCK_N=32, BLOCK_K=512, num_warps=4, num_stages=4)
         if num_tokens <= 32:
             return dict(vector=False, BLOCK_N=32, BLOCK_K=256, num_warps=4, num_stages=5)
         return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=6)
-    if num_tokens <= 8:
-        return dict(vector=False, BLOCK_N=64, BLOCK_K=256, num_warps=4, num_stages=6)
-    return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=5)
+    if size > 8192 and num_tokens > 32:
+        return None
+    if size > 8192 and num_tokens > 16:
+        return dict(vector=False, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=8)
+    return dict(vector=False, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=6 if num_tokens <= 8 else 5)

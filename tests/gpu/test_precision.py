@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +13,8 @@ from torch import Tensor
 import aserve_kernels
 from aserve.models.decoder import Decoder
 from aserve.models.families import FAMILIES
-from aserve.models.weights import DummyWeights
-from aserve_kernels import AttentionMeta, Kernels
+from aserve.models.weights import Arrange, DummyWeights
+from aserve_kernels import AttentionMeta
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -36,17 +40,21 @@ LLAMA_8B = {
 PROMPT, BLOCK = 96, 16
 
 
-class Widened(DummyWeights):
-    """The bfloat16 numbers, in float32."""
+class Trained(DummyWeights):
+    """Random bfloat16 numbers at the scales of GPT-2's initialization: products keep their input's size, and what the
+    layers add is scaled by 1 / sqrt(2 layers). In bfloat16, or the same numbers in `dtype`.
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device=device, dtype=torch.float32, seed=0)
+    (With a standard deviation of 0.02 throughout, any bfloat16 program is 5e-2 off here, torch's own too.)
+    """
 
     def _normal(self, *shape: int) -> Tensor:
-        self.dtype = torch.bfloat16
-        drawn = super()._normal(*shape)
-        self.dtype = torch.float32
-        return drawn.float()
+        drawn = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        return drawn.normal_(generator=self._generator).to(self.dtype)
+
+    def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int, arrange: Arrange | None = None) -> Tensor:
+        added = names[0].endswith(("o_proj.weight", "down_proj.weight"))
+        scale = 2.0 ** -round(math.log2(columns) / 2) * (0.125 if added else 1.0)  # exact in any dtype
+        return super().matrix(names, rows, columns).mul_(scale)
 
 
 def logits_of(model: Decoder, token_ids: Tensor, decode_last: bool) -> Tensor:
@@ -73,25 +81,29 @@ def logits_of(model: Decoder, token_ids: Tensor, decode_last: bool) -> Tensor:
     return torch.cat(parts).float()
 
 
+def errors_of(found: Tensor, wanted: Tensor) -> Tensor:
+    """Relative L2 error of each position's logits."""
+    return (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+
+
 @pytest.mark.timeout(300)
 def test_bfloat16_logits_of_an_8b_model_are_near_float32s() -> None:
     device = torch.device("cuda")
     config = FAMILIES["LlamaForCausalLM"](LLAMA_8B)
     token_ids = torch.randint(0, config.vocab_size, (PROMPT,), device=device)
 
-    def build(weights: DummyWeights, kernels: Kernels) -> Decoder:
-        return Decoder(config, weights, kernels, max_positions=PROMPT)
-
-    with torch.inference_mode():
-        model = build(Widened(device), aserve_kernels.load("torch"))
-        wanted = logits_of(model, token_ids, decode_last=False)
+    def logits(dtype: torch.dtype, backend: Literal["torch", "triton"], decode_last: bool) -> Tensor:
+        weights = Trained(device=device, dtype=dtype, seed=0)
+        model = Decoder(config, weights, aserve_kernels.load(backend), max_positions=PROMPT)
+        out = logits_of(model, token_ids, decode_last)
         del model
         torch.cuda.empty_cache()
-        weights = DummyWeights(device=device, dtype=torch.bfloat16, seed=0)
-        found = logits_of(build(weights, aserve_kernels.load("triton")), token_ids, decode_last=True)
-    errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
-    assert torch.isfinite(errors).all()
-    assert errors.max() < 2e-2, (
-        f"relative errors: mean {errors.mean():.2e}, last {errors[-1]:.2e}, most {errors.max():.2e}"
-    )
-    print(f"relative errors: mean {errors.mean():.2e}, last {errors[-1]:.2e}, most {errors.max():.2e}")
+        return out
+
+    with torch.inference_mode():
+        wanted = logits(torch.float32, "torch", decode_last=False)
+        errors = errors_of(logits(torch.bfloat16, "triton", decode_last=True), wanted)
+        plain = errors_of(logits(torch.bfloat16, "torch", decode_last=False), wanted)
+    print(f"relative errors: mean {errors.mean():.2e}, most {errors.max():.2e}; torch's {plain.mean():.2e}")
+    assert errors.max() < 2e-2
+    assert errors.mean() < 1.25 * plain.mean()
