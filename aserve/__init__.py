@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aserve.beams import Beam, BeamSearch, beam_search, run_beams
+    from aserve.beams import Beam, BeamSearch
     from aserve.chat_template import ChatMessage
     from aserve.client import Client
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
-    from aserve.engine import Engine, EngineStats
+    from aserve.engine import Engine
     from aserve.errors import (
         AserveError,
         AuthenticationError,
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         RequestTooLargeError,
     )
     from aserve.llm import LLM
-    from aserve.metrics import Metrics
+    from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
-    from aserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
+    from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
+    from aserve.search import beam_search
     from aserve.stream import SlowReader, Stream
     from aserve.tokenizer import Tokenizer
 
@@ -67,12 +68,12 @@ __all__ = [
     "SlowReader",
     "Stream",
     "StructuredOutput",
+    "Timeline",
     "TokenLogprobs",
     "Tokenizer",
     "Usage",
     "WorkerInfo",
     "beam_search",
-    "run_beams",
 ]
 
 _MODULES = {
@@ -84,7 +85,7 @@ _MODULES = {
     "Delta": "request",
     "Engine": "engine",
     "EngineConfig": "config",
-    "EngineStats": "engine",
+    "EngineStats": "metrics",
     "FinishReason": "request",
     "LLM": "llm",
     "Metrics": "metrics",
@@ -92,12 +93,12 @@ _MODULES = {
     "SlowReader": "stream",
     "Stream": "stream",
     "StructuredOutput": "constraint",
+    "Timeline": "request",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
     "Usage": "request",
     "WorkerInfo": "plan",
-    "beam_search": "beams",
-    "run_beams": "beams",
+    "beam_search": "search",
 }
 
 

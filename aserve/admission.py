@@ -57,7 +57,7 @@ def admit(
     if not prompt:
         raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
     _check_vocabulary(prompt, params, limits.vocab_size)
-    _check_width(params.n, limits)
+    _check_width(params, limits)
     max_tokens = _resolve_max_tokens(len(prompt), params, limits)
     if num_waiting >= limits.max_queue:
         raise OverloadedError(f"{num_waiting} requests are waiting; try again later", retry_after=retry_after)
@@ -80,15 +80,18 @@ def _check_vocabulary(prompt: Sequence[int], params: SamplingParams, vocab_size:
             )
 
 
-def _check_width(n: int, limits: Limits) -> None:
+def _check_width(params: SamplingParams, limits: Limits) -> None:
     most = min(limits.max_n, limits.max_num_seqs)
-    if n > most:
-        raise InvalidRequestError(f"n is {n}, this server runs at most {most} choices of a request", param="n")
+    name = "n" if params.best_of is None else "best_of"
+    if params.num_sequences > most:
+        raise InvalidRequestError(
+            f"{name} is {params.num_sequences}, this server runs at most {most} choices of a request", param=name
+        )
 
 
 def _resolve_max_tokens(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
     asked = params.max_tokens
-    context, room = limits.max_model_len, _pool_room(num_prompt, params.n, limits)
+    context, room = limits.max_model_len, _pool_room(num_prompt, params.num_sequences, limits)
     least = 1 if asked is None else asked
     if num_prompt + least > context:
         output = "" if asked is None else f" and max_tokens is {asked}"
@@ -101,8 +104,9 @@ def _resolve_max_tokens(num_prompt: int, params: SamplingParams, limits: Limits)
             limit=context,
         )
     if least > room:
+        width = params.num_sequences
         raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens and n x max_tokens is {params.n} x {least}: they do not fit the KV "
+            f"the prompt has {num_prompt} tokens and n x max_tokens is {width} x {least}: they do not fit the KV "
             f"pool of {limits.pool_tokens} tokens",
             param="prompt" if room <= 0 else "max_tokens",
             num_prompt=num_prompt,

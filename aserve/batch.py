@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 
+from aserve.beam_groups import BeamGroups
 from aserve.block_manager import BlockManager
 from aserve.plan import BlockDelta, Chunk
 from aserve.policy import Policy
@@ -24,7 +25,7 @@ class Batch:
     """Running requests by rank, their seats, and the slots left.
 
     Invariant: an active seat is decoding, prefilling, waiting to fork from its leader's prompt row, or has every draw
-    it may make in flight.
+    it may make in flight; or it is of a group in `beams`.
     """
 
     def __init__(self, blocks: BlockManager, policy: Policy, max_num_seqs: int) -> None:
@@ -37,6 +38,7 @@ class Batch:
         self.num_by_tenant: Counter[str] = Counter()  # seats
         self.seats: dict[Sequence, Seat] = {}
         self.prefilling: dict[Seat, None] = {}
+        self.beams = BeamGroups(blocks)
         self._computing: dict[bytes, None] = {}  # names of blocks that chunks in flight fill
         self._decoding: dict[Seat, None] = {}
         self._constrained: dict[Seat, None] = {}  # those of them whose next mask follows from their last draw
@@ -71,6 +73,7 @@ class Batch:
         request = sequence.request
         del self.seats[sequence]
         self.prefilling.pop(seat, None)
+        self.beams.ready.pop(seat, None)
         if seat in self._decoding:
             self._leave_decoding(seat)
         for name in seat.computing:
@@ -113,14 +116,13 @@ class Batch:
     @property
     def num_due(self) -> int:
         """Tokens that those who run could compute in one step."""
-        return len(self._decoding) + sum(
-            seat.sequence.num_tokens - seat.sequence.num_computed for seat in self.prefilling
-        )
+        left = sum(seat.sequence.num_tokens - seat.sequence.num_computed for seat in self.prefilling)
+        return len(self._decoding) + len(self.beams.ready) + left
 
     # decodes
 
     def growing(self) -> list[Seat]:
-        """Decoding seats whose next position needs a block of its own."""
+        """Decoding seats whose next position needs a block of its own, and beams whose next may."""
         if self._constrained or self._held:
             held = {
                 seat: None
@@ -131,7 +133,10 @@ class Batch:
                 self._held = held
                 self._changed = True
         self._collect_decodes()
-        return [seat for seat in self._decode_seats if seat.sequence.num_computed == seat.grow_at]
+        growing = [seat for seat in self._decode_seats if seat.sequence.num_computed == seat.grow_at]
+        if self.beams.ready:
+            growing += self.beams.ready
+        return growing
 
     def _collect_decodes(self) -> None:
         """Makes the tuples anew where a seat has come, gone, or is held back since."""
@@ -159,6 +164,9 @@ class Batch:
         for seat in growing:
             blocks = seat.table.blocks
             index = seat.grow_at // size
+            if seat.forked_at is not None:
+                draft.blocks.append(BlockDelta(seat.slot, seat.forked_at, tuple(blocks[seat.forked_at :])))
+                seat.forked_at = None
             if index == len(blocks):
                 self._blocks.allocate(seat.table, 1)
                 draft.blocks.append(BlockDelta(seat.slot, index, (blocks[index],)))
@@ -166,7 +174,8 @@ class Batch:
                 draft.copies.append(self._blocks.copy_on_write(seat.table, index))
                 draft.blocks.append(BlockDelta(seat.slot, index, (blocks[index],)))
             seat.grow_at = (index + 1) * size
-            self._policy.charge(seat.sequence.request, output=size)
+            if seat.sequence.request.beams is None:
+                self._policy.charge(seat.sequence.request, output=size)
 
     def plan_decodes(self, draft: Draft) -> tuple[int, ...]:
         """Every decoding seat computes its last token and draws, a constrained one only once its last draw is
@@ -191,6 +200,13 @@ class Batch:
         self._changed = True
 
     # chunks
+
+    def plan_beams(self, draft: Draft, budget: int) -> None:
+        """Every live beam of the groups that are ready computes its last token; they go before prompts, as decodes."""
+        for seat in list(self.beams.ready):
+            self.plan_chunk(draft, seat, budget)
+            self._policy.charge(seat.sequence.request, output=1)
+        self.beams.ready.clear()
 
     def plan_prefills(self, draft: Draft, budget: int) -> None:
         """Continues prompts in order of admission while tokens of the budget are left."""
@@ -229,15 +245,19 @@ class Batch:
         draft.chunks.append(Chunk(seat.slot, start, tokens, tuple(each.slot for each in drawing if each.limit)))
         draft.rows.append(Row(seat, end, names, drawing))
         draft.num_tokens += end - start
+        draft.num_pairs += (end - start) * (end + start) / 2
         sequence.num_computed = end
         if seat.shared is not None:
             seat.shared.covered = end
-        if not request.num_preemptions:  # computing it again is no service
+        if not (request.num_preemptions or seat.output):  # computing it again is no service
             self._policy.charge(request, prompt=end - start)
 
     def _draw_from(self, draft: Draft, seat: Seat, end: int) -> tuple[Seat, ...]:
         """The seat's last row is planned: it and the choices that fork from it draw, and decode from the next step."""
-        del self.prefilling[seat]
+        self.prefilling.pop(seat, None)
+        if seat.sequence.request.beams is not None:
+            seat.sequence.num_inflight += 1
+            return (seat,)
         for fork in seat.forks:
             self._blocks.share(fork.table, seat.table.blocks)
             draft.blocks.append(BlockDelta(fork.slot, 0, tuple(fork.table.blocks)))

@@ -1,28 +1,33 @@
-"""Beam search over an engine: the `width` most probable continuations of a prompt, ranked as transformers ranks them.
+"""Beam search as an algorithm: the `width` most probable continuations of a prompt, ranked as transformers ranks them.
 
-`BeamSearch` is the algorithm, without clock or engine; `beam_search` drives it. Every live beam is a request of one
-token, so that beams run in the same batches as everything else, and the prefix cache holds what they share: the
-prompt's KV is computed and stored once, a beam's own last block anew for each token.
+A `BeamSearch` is the state of one request's search. beam_groups.py gives it the best next tokens of every live beam and
+forks the sequences as it says; output.py shows the beams at the end. No clock, no memory, no model.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Unpack, cast
+from typing import NamedTuple, Protocol
 
-from aserve.errors import InvalidRequestError, RequestFailedError
+from aserve.errors import InvalidRequestError
 from aserve.plan import TokenLogprobs
-from aserve.request import MAX_TOP_LOGPROBS, FinishReason, SamplingParams
+from aserve.request import EarlyStopping, FinishReason
 
-if TYPE_CHECKING:
-    from aserve.engine import Engine, RequestOptions
-    from aserve.prompts import Prompt
-    from aserve.stream import Stream
+MAX_RANKED = 4096  # candidates ranked in one step: about two milliseconds
 
-EarlyStopping = bool | Literal["never"]
+
+class Watch(Protocol):
+    """Reads the text of one beam as it grows, for stop strings."""
+
+    def fork(self) -> Watch:
+        """Another beam's, at the same place."""
+        ...
+
+    def push(self, token_id: int) -> bool:
+        """Takes a token. True where its text completes a stop string: nothing may follow."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +38,28 @@ class Beam:
     score: float
     finish_reason: FinishReason
     text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # per token id, where asked
 
 
-class _Live(NamedTuple):
+class LiveBeam(NamedTuple):
+    """A beam that may go on. `parent` is its place among the live beams of the step before."""
+
     tokens: tuple[int, ...]
     logprob: float  # sum
+    parent: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    watch: Watch | None = None
 
 
 class BeamSearch:
-    """The beams of one prompt. Each `step` takes the best next tokens of every live beam.
+    """The beams of one prompt. Each `step` takes the best next tokens of every live beam, best first.
 
     The same candidates, ranking and ending as transformers 5 `GenerationMixin._beam_search`: an ended beam counts only
     where it is among the `width` best of its step; lengths are of the output alone. `early_stopping` True ends with
     `width` ended beams, False once the best live one is worse than the worst of those at its present length, "never"
-    once it could not become better at any length.
+    once it could not become better at any length. No beam ends by a token of `end_token_ids` before `min_tokens`.
+
+    Invariant: between steps 1 to `width` beams are live, best first.
     """
 
     def __init__(
@@ -57,49 +70,71 @@ class BeamSearch:
         *,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
+        min_tokens: int = 0,
+        num_logprobs: int | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._ends = frozenset(end_token_ids)
-        self.num_candidates = max(2, 1 + len(self._ends)) * width  # so that `width` of them go on
-        if width < 1 or self.num_candidates > MAX_TOP_LOGPROBS:
-            most = MAX_TOP_LOGPROBS // max(2, 1 + len(self._ends))
+        self._num_candidates = max(2, 1 + len(self._ends)) * width  # so that `width` of them go on
+        if width < 1 or width * self._num_candidates > MAX_RANKED:
+            most = int((MAX_RANKED // max(2, 1 + len(self._ends))) ** 0.5)
             raise InvalidRequestError(f"beam search takes a width of 1 to {most} here, got {width}", param="best_of")
         if max_tokens < 1:
             raise InvalidRequestError(f"beam search needs max_tokens above 0, got {max_tokens}", param="max_tokens")
+        self.num_asked = self._num_candidates + (len(self._ends) if min_tokens else 0)  # next tokens of each live beam
         self._width = width
         self._max_tokens = max_tokens
+        self._min_tokens = min_tokens
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
-        self.live = [_Live((), 0.0)]
+        self._num_logprobs = num_logprobs
+        self.live = [LiveBeam((), 0.0, watch=watch)]
         self._ended: list[Beam] = []  # best first
 
-    @property
-    def params(self) -> SamplingParams:
-        """What a beam's next request asks for."""
-        return SamplingParams(max_tokens=1, temperature=0.0, logprobs=self.num_candidates, ignore_eos=True)
-
     def step(self, best: Items[Items[tuple[int, float]]]) -> bool:
-        """Extends the live beams by (token, logprob) pairs, best first. False where the search is over."""
-        grown = [
-            _Live((*beam.tokens, token), beam.logprob + logprob)
-            for beam, pairs in zip(self.live, best, strict=True)
-            for token, logprob in pairs[: self.num_candidates]
+        """Extends the live beams by (token, logprob) pairs. False where the search is over."""
+        ranked = [
+            (beam.logprob + logprob, parent, rank)
+            for parent, (beam, pairs) in enumerate(zip(self.live, best, strict=True))
+            for rank, (token, logprob) in enumerate(pairs)
+            if token not in self._ends or len(beam.tokens) >= self._min_tokens
         ]
-        grown.sort(key=lambda beam: -beam.logprob)
-        del grown[self.num_candidates :]
-        ended = [beam for beam in grown[: self._width] if self._ends_with(beam)]
-        self.live = [beam for beam in grown if not self._ends_with(beam)][: self._width]
-        self._ended += [
-            Beam(beam.tokens, self._score(beam), "stop" if beam.tokens[-1] in self._ends else "length")
-            for beam in ended
-        ]
-        self._ended.sort(key=lambda beam: -beam.score)
-        del self._ended[self._width :]
+        ranked.sort(key=lambda candidate: -candidate[0])
+        live: list[LiveBeam] = []
+        for place, (logprob, parent, rank) in enumerate(ranked[: self._num_candidates]):
+            beam = self._grow(parent, best[parent], rank, logprob)
+            reason = self._reason(beam)
+            if reason is None:
+                live.append(beam)
+            elif place < self._width:
+                self._ended.append(self._finished(beam, reason))
+        self.live = live[: self._width]
+        self._rank_ended()
         return bool(self.live) and not self._settled()
 
-    def _ends_with(self, beam: _Live) -> bool:
-        return beam.tokens[-1] in self._ends or len(beam.tokens) == self._max_tokens
+    def _grow(self, parent: int, pairs: Items[tuple[int, float]], rank: int, logprob: float) -> LiveBeam:
+        beam, (token, own) = self.live[parent], pairs[rank]
+        logprobs = beam.logprobs
+        if self._num_logprobs is not None:
+            logprobs = (*logprobs, TokenLogprobs(token, own, tuple(pairs[: self._num_logprobs])))
+        return LiveBeam((*beam.tokens, token), logprob, parent, logprobs, beam.watch and beam.watch.fork())
 
-    def _score(self, beam: _Live, length: int | None = None) -> float:
+    def _reason(self, beam: LiveBeam) -> FinishReason | None:
+        """Why the beam ends with its last token, if it does."""
+        token = beam.tokens[-1]
+        if token in self._ends or (beam.watch is not None and beam.watch.push(token)):
+            return "stop"
+        return "length" if len(beam.tokens) == self._max_tokens else None
+
+    def _finished(self, beam: LiveBeam, reason: FinishReason) -> Beam:
+        logprobs = None if self._num_logprobs is None else beam.logprobs
+        return Beam(beam.tokens, self._score(beam), reason, logprobs=logprobs)
+
+    def _rank_ended(self) -> None:
+        self._ended.sort(key=lambda beam: -beam.score)
+        del self._ended[self._width :]
+
+    def _score(self, beam: LiveBeam, length: int | None = None) -> float:
         scale: float = (length or len(beam.tokens)) ** self._length_penalty
         return beam.logprob / scale
 
@@ -113,66 +148,16 @@ class BeamSearch:
         best = self._score(self.live[0], self._max_tokens if hopeful else None)
         return best <= self._ended[-1].score
 
+    def cut(self, reason: FinishReason) -> None:
+        """Ends the search where it is: live beams count as they are."""
+        self._ended += [self._finished(beam, reason) for beam in self.live if beam.tokens]
+        self.live = []
+        self._rank_ended()
+
     def beams(self) -> list[Beam]:
         """Those that ended, best first."""
         return list(self._ended)
 
-
-async def beam_search(
-    engine: Engine,
-    prompt: Prompt,
-    *,
-    width: int,
-    max_tokens: int,
-    length_penalty: float = 1.0,
-    early_stopping: EarlyStopping = False,
-    ignore_eos: bool = False,
-    **options: Unpack[RequestOptions],
-) -> list[Beam]:
-    """The best continuations of `prompt`, `width` of them where there are as many.
-
-    Raises what `Engine.submit` raises; cancelling the caller cancels every beam.
-    """
-    search = BeamSearch(
-        width,
-        max_tokens,
-        () if ignore_eos else engine.end_token_ids,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
-    )
-    return await run_beams(engine, search, await engine.submit(prompt, search.params, **options), **options)
-
-
-async def run_beams(engine: Engine, search: BeamSearch, first: Stream, **options: Unpack[RequestOptions]) -> list[Beam]:
-    """Runs a search whose first request, with `search.params`, is submitted. A timeout is for the whole search."""
-    clock = asyncio.get_running_loop().time
-    timeout = options.get("timeout")
-    deadline = None if timeout is None else clock() + timeout
-    options["ttft_timeout"] = None  # the first request has answered it
-    streams = [first]
-    prompt = first.prompt_token_ids
-    try:
-        while search.step([await _best(stream) for stream in streams]):
-            streams = []
-            for beam in search.live:
-                options["timeout"] = None if deadline is None else deadline - clock()
-                streams.append(await engine.submit((*prompt, *beam.tokens), search.params, **options))
-    finally:
-        for stream in streams:
-            await stream.aclose()
-    return [_with_text(engine, beam) for beam in search.beams()]
-
-
-async def _best(stream: Stream) -> list[tuple[int, float]]:
-    """The best next tokens of a beam. Raises what its request failed with."""
-    [done] = await stream.completions()
-    if not done.logprobs:
-        raise RequestFailedError(f"a beam ended early: {done.finish_reason}")
-    return list(cast(TokenLogprobs, done.logprobs[0]).top)
-
-
-def _with_text(engine: Engine, beam: Beam) -> Beam:
-    if engine.tokenizer is None:
-        return beam
-    shown = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
-    return Beam(beam.token_ids, beam.score, beam.finish_reason, engine.tokenizer.decode(shown))
+    def ends_with(self, token_id: int) -> bool:
+        """True for a token that ends a beam."""
+        return token_id in self._ends

@@ -27,6 +27,12 @@ class BlockTable:
         self.on_host = False
 
 
+def num_common(blocks: Sequence[int], others: Sequence[int]) -> int:
+    """Blocks that both begin with."""
+    pairs = zip(blocks, others, strict=False)
+    return next((index for index, (block, other) in enumerate(pairs) if block != other), min(len(blocks), len(others)))
+
+
 class BlockManager:
     """Reference counts of both pools, and the prefix cache over the device pool.
 
@@ -96,6 +102,14 @@ class BlockManager:
             table.blocks.append(block)
         if table.blocks:
             self._tables.add(table)
+
+    def fork(self, table: BlockTable, source: BlockTable) -> None:
+        """Makes a device table equal to another; what both begin with is left as it is."""
+        common = num_common(table.blocks, source.blocks)
+        for block in reversed(table.blocks[common:]):
+            self._drop(block)
+        del table.blocks[common:]
+        self.share(table, source.blocks[common:])
 
     def num_owners(self, block: int) -> int:
         """Tables that own the device block: with more than one, copy before writing."""

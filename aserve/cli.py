@@ -179,6 +179,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--log-format", choices=("text", "json"), default="text", help="of the lines on stderr (default: %(default)s)"
     )
     http.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there (OTLP over HTTP; extra [otel])"
+    )
+    http.add_argument(
         "--app", metavar="pkg.module:create_app", help="your own create_app(engine) -> ASGI app, in place of aserve's"
     )
     add_engine_flags(parser)
@@ -229,7 +232,8 @@ def _add_stream_flags(http: argparse._ArgumentGroup) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from routes.server import ServerOptions, serve  # here, so that other commands never load a web framework
+    from routes.server import serve  # here, so that other commands never load a web framework
+    from routes.server_options import ServerOptions
 
     config = engine_config(args)
     options = ServerOptions(
@@ -253,6 +257,7 @@ def _serve(args: argparse.Namespace) -> int:
         exit_on_death=args.exit_on_death,
         log_level=args.log_level,
         log_format=args.log_format,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         root_path=args.root_path,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,

@@ -28,6 +28,10 @@ class Detokenizer(Protocol):
         """What an ending leaves incomplete, as U+FFFD."""
         ...
 
+    def fork(self) -> Detokenizer:
+        """Another output's that begins with the same tokens."""
+        ...
+
 
 class TokenTable(dict[int, "str | bytes"]):
     """Token id -> its text where it stands alone, its bytes where it may be part of a character. Filled on use.
@@ -78,6 +82,11 @@ class ByteDetokenizer:
         data, self._pending = self._pending, b""
         return data.decode("utf-8", "replace")
 
+    def fork(self) -> ByteDetokenizer:
+        other = ByteDetokenizer(self._table)
+        other._pending = self._pending
+        return other
+
 
 class RunDetokenizer:
     """SentencePiece with byte fallback: byte tokens wait for the end of their run."""
@@ -101,6 +110,11 @@ class RunDetokenizer:
             return run.decode("utf-8")
         except UnicodeDecodeError:
             return "\ufffd" * len(run)
+
+    def fork(self) -> RunDetokenizer:
+        other = RunDetokenizer(self._table)
+        other._run = self._run[:]
+        return other
 
 
 class WindowDetokenizer:
@@ -130,6 +144,11 @@ class WindowDetokenizer:
         before, after = self._decode(self._window[: self._known]), self._decode(self._window)
         self._advance()
         return after[len(before) :]
+
+    def fork(self) -> WindowDetokenizer:
+        other = WindowDetokenizer(self._decode)
+        other._window, other._known = self._window[:], self._known
+        return other
 
     def _advance(self) -> None:
         if len(self._window) > WINDOW:
@@ -175,6 +194,39 @@ class StopFinder:
         """What was held back, at an end that is no stop string."""
         held, self._held = self._held, ""
         return held
+
+    def fork(self) -> StopFinder:
+        """Another output's, at the same place."""
+        other = StopFinder.__new__(StopFinder)
+        other._stops, other._first, other._include = self._stops, self._first, self._include
+        other._held, other.matched = self._held, self.matched
+        return other
+
+
+class StopWatch:
+    """Says with which token an output's text completes a stop string; beams.Watch. It shows no text.
+
+    The first `num_unchecked` tokens complete none.
+    """
+
+    __slots__ = ("_detokenizer", "_finder", "_num_unchecked")
+
+    def __init__(self, detokenizer: Detokenizer, finder: StopFinder, num_unchecked: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._finder = finder
+        self._num_unchecked = num_unchecked
+
+    def fork(self) -> StopWatch:
+        """Another output's, at the same place."""
+        return StopWatch(self._detokenizer.fork(), self._finder.fork(), self._num_unchecked)
+
+    def push(self, token_id: int) -> bool:
+        """Takes a token. True where a stop string is complete: nothing may be pushed after it."""
+        text = self._detokenizer.push(token_id)
+        self._num_unchecked -= 1
+        if self._num_unchecked < 0:
+            self._finder.push(text)
+        return self._finder.matched is not None
 
 
 def _first_partial(text: str, stop: str) -> int:

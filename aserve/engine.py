@@ -1,40 +1,36 @@
 """The engine: what a program holds to serve one model, `async with Engine(...) as engine`.
 
-It owns the executor, the scheduler and the loop task (pipeline.py), and turns calls into admitted requests. It installs
-no signal handlers, starts no process, reads no environment; several live in one program. Nothing here blocks the
-event loop: loading, and encoding or rendering of long input, happen on threads.
+It owns the executor, the scheduler and the loop task (pipeline.py), and turns calls into streams of requests that
+intake.py admits. It installs no signal handlers, starts no process, reads no environment; several live in one program.
+Nothing here blocks the event loop: loading, and encoding or rendering of long input, happen on threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 from aserve import loading
-from aserve.admission import Limits, admit
-from aserve.bad_words import free_of
+from aserve.admission import Limits
 from aserve.chat_template import Message
 from aserve.config import EngineConfig
-from aserve.constraint import Constraint
-from aserve.detokenizer import Detokenizer
-from aserve.errors import AserveError, InvalidRequestError, OverloadedError, RequestFailedError
+from aserve.errors import AserveError, OverloadedError, RequestFailedError
 from aserve.executors import Executor
 from aserve.grammar import Grammars
-from aserve.metrics import Metrics
-from aserve.output import Output
+from aserve.intake import Call, ChatOptions, Intake, RequestOptions
+from aserve.metrics import EngineStats, Metrics
+from aserve.output import outputs_of
 from aserve.pipeline import Pipeline, dead_error
 from aserve.plan import WorkerInfo
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
-from aserve.request import Request, SamplingParams, Sequence
+from aserve.request import Request, SamplingParams
 from aserve.scheduler import Scheduler
 from aserve.stream import Mailbox, SlowReader, Stream
 from aserve.structured import StructuredOutputs
@@ -44,50 +40,6 @@ MAX_UNREAD = 1 << 20  # bytes
 
 _STOP_SECONDS = 10.0  # how long a step may still take once the streams are ended; then its thread is left behind
 _DEAD_STOP_SECONDS = 1.0
-
-
-class RequestOptions(TypedDict, total=False):
-    """What a request may say beside its prompt and sampling."""
-
-    priority: int  # lower runs first
-    tenant: str  # fairness is between tenants
-    timeout: float | None  # seconds for the whole request
-    ttft_timeout: float | None  # seconds to its first token
-    label: str | None  # the client's own id; need not be unique
-    cache_salt: str | None  # requests with different salts share no cached prefix
-    slow_reader: SlowReader  # what happens once more than `max_unread` bytes wait to be read; default: coalesce
-    max_unread: int
-
-
-class ChatOptions(RequestOptions, total=False):
-    """What a chat request may say beside its messages and sampling."""
-
-    tools: Items[Mapping[str, Any]] | None
-    chat_template: str | None  # in place of the model's
-    add_generation_prompt: bool
-    continue_final_message: bool  # the output goes on where the last message ends
-    chat_template_kwargs: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine now, and its totals since the start."""
-
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    num_paused: int  # their readers are behind
-    num_blocks_used: int
-    num_blocks: int
-    num_in_flight: int
-    num_steps: int
-    num_output_tokens: int
-    num_prefix_hit_tokens: int
-    num_preemptions: int
-    last_step_seconds: float
-    last_step_age: float | None  # seconds since the last step was done
-    oldest_wait: float  # seconds that the oldest request which has not run yet waits
-    preemptions: Mapping[tuple[str, str], int]  # by kind (swap, recompute) and cause (memory, fairness, away)
 
 
 class Engine:
@@ -113,7 +65,6 @@ class Engine:
         self.draining = False  # stop() was called: no new requests
         self._executor = executor
         self._model = loading.Model(self.config.model or "model")
-        self._ids = itertools.count(1)
         self._started = False
         self._pipeline: Pipeline | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -139,14 +90,9 @@ class Engine:
         try:
             if self._model.files is not None and self.tokenizer is None:
                 self.tokenizer = await off_loop(partial(loading.load_tokenizer, self._model, self.config))
-                self._structured = self._make_structured()
-                await self._structured.build()  # holds the GIL for long: better now than with streams open
-            else:
-                self._structured = self._make_structured()
             self.info = await worker
             if self.draining:
                 raise OverloadedError("the engine was stopped while it started")
-            self._limits = Limits.create(self.config, self.info)
             self._scheduler = Scheduler.create(self.config, self.info)
         except BaseException:
             worker.cancel()
@@ -154,7 +100,13 @@ class Engine:
             if not worker.cancelled() and worker.exception() is None:
                 await executor.stop()
             raise
-        self._prompts = PromptEncoder(self.tokenizer, self.info.max_model_len, off_loop)
+        self._intake = Intake(
+            Limits.create(self.config, self.info),
+            prompts=PromptEncoder(self.tokenizer, self.info.max_model_len, off_loop),
+            structured=self._make_structured(),
+            tokenizer=self.tokenizer,
+            end_token_ids=self.end_token_ids,
+        )
         self._pipeline = Pipeline(
             self._scheduler,
             executor,
@@ -164,6 +116,8 @@ class Engine:
             clock=self._loop.time,
         )
         self._task = self._loop.create_task(self._pipeline.run(), name="aserve-engine")
+        scheduler = self._scheduler
+        self._intake.structured.build_when(lambda: scheduler.num_unfinished == 0)
 
     async def stop(self, drain_timeout: float = 0.0) -> None:
         """Refuses new requests, lets live ones finish for `drain_timeout` seconds, ends the rest, frees the model.
@@ -192,7 +146,7 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS if pipeline.dead is None else _DEAD_STOP_SECONDS):
                 await self._executor.stop()
-        self._structured.close()
+        self._intake.structured.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -283,7 +237,7 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """A stream that submits at first use; a refusal is raised there. Dropping it cancels."""
-        return self._stream(lambda: self._prompts.encode(prompt, add_special_tokens), params, options)
+        return self._stream(lambda: self._intake.prompts.encode(prompt, add_special_tokens), params, options)
 
     async def submit(
         self,
@@ -319,7 +273,7 @@ class Engine:
         """`generate` of a conversation, written out by the model's chat template."""
         chat: dict[str, Any] = {name: value for name, value in options.items() if name in _CHAT_ONLY}
         rest: Any = {name: value for name, value in options.items() if name not in _CHAT_ONLY}
-        return self._stream(lambda: self._prompts.encode_chat(messages, **chat), params, rest)
+        return self._stream(lambda: self._intake.prompts.encode_chat(messages, **chat), params, rest)
 
     async def submit_chat(
         self, messages: Items[Message], params: SamplingParams | None = None, **options: Unpack[ChatOptions]
@@ -359,56 +313,18 @@ class Engine:
             arrival = self._loop.time()
             params = params or SamplingParams(**self._model.sampling)
             prompt = await encode()
-            constraints = await self._structured.constraints(params.structured, params.n)
-            if params.bad_words:  # never together with the other
-                constraints = free_of(params.bad_words, self.tokenizer, self.info.vocab_size, params.n)
+            constraints = await self._intake.constraints(params)
             self.check()
-            request = self._admit(key, prompt, params, constraints, options, arrival)
+            call = Call(key, prompt, params, constraints, options, arrival)
+            request = self._intake.admit(call, num_waiting=self._scheduler.num_waiting)
         except AserveError:
             self.metrics.num_refused += 1
             raise
         if box.ended:  # closed meanwhile
             return
         box.request = request
-        outputs = [Output(sequence, box, self._detokenizer(request)) for sequence in request.sequences]
         assert self._pipeline is not None
-        self._pipeline.add(request, outputs)
-
-    def _detokenizer(self, request: Request) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.detokenizer(request.prompt, request.params.skip_special_tokens)
-
-    def _admit(
-        self,
-        key: str,
-        prompt: Items[int],
-        params: SamplingParams,
-        constraints: Items[Constraint | None],
-        options: RequestOptions,
-        arrival: float,
-    ) -> Request:
-        max_tokens = admit(prompt, params, self._limits, num_waiting=self._scheduler.num_waiting)
-        request = Request(
-            id=next(self._ids),
-            key=key,
-            prompt=tuple(prompt),
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
-            max_tokens=max_tokens,
-            arrival=arrival,
-            end_token_ids=() if params.ignore_eos and params.structured is None else self.end_token_ids,
-            deadline=_deadline(arrival, options.get("timeout"), "timeout"),
-            first_token_deadline=_deadline(arrival, options.get("ttft_timeout"), "ttft_timeout"),
-            priority=options.get("priority", 0),
-            tenant=options.get("tenant", ""),
-            label=options.get("label"),
-            cache_salt=options.get("cache_salt"),
-        )
-        request.sequences = [
-            Sequence(request, index, constraint=constraint) for index, constraint in enumerate(constraints)
-        ]
-        return request
+        self._pipeline.add(request, outputs_of(request, box, partial(self._intake.detokenizer, request)))
 
     def _make_structured(self) -> StructuredOutputs:
         return StructuredOutputs(Grammars(self.tokenizer, self._wake_soon) if self.tokenizer is not None else None)
@@ -436,11 +352,3 @@ class Engine:
 
 
 _CHAT_ONLY = frozenset(ChatOptions.__annotations__) - frozenset(RequestOptions.__annotations__)
-
-
-def _deadline(arrival: float, timeout: float | None, name: str) -> float | None:
-    if timeout is None:
-        return None
-    if math.isnan(timeout):
-        raise InvalidRequestError(f"{name} must be a number of seconds", param=name)
-    return arrival + timeout

@@ -7,12 +7,13 @@ one outcome when it ends. Counters only grow.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
 from aserve.request import FinishReason, Request
 
-LAG_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+LAG_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _SEVERITY: tuple[FinishReason, ...] = (
@@ -22,6 +23,27 @@ _SEVERITY: tuple[FinishReason, ...] = (
     "deadline",
     "error",
 )  # the worst names the outcome
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine now, and its totals since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_paused: int  # their readers are behind
+    num_blocks_used: int
+    num_blocks: int
+    num_in_flight: int
+    num_steps: int
+    num_output_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    last_step_seconds: float
+    last_step_age: float | None  # seconds since the last step was done
+    oldest_wait: float  # seconds that the oldest request which has not run yet waits
+    preemptions: Mapping[tuple[str, str], int]  # by kind (swap, recompute) and cause (memory, fairness, away)
 
 
 @dataclass(slots=True)

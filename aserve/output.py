@@ -5,10 +5,13 @@ Made by engine.py per sequence, called by pipeline.py once per token. Pure: it r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aserve.detokenizer import Detokenizer, StopFinder
 from aserve.plan import TokenLogprobs
-from aserve.request import Delta, FinishReason, Sequence
-from aserve.stream import Mailbox
+from aserve.ranking import Ranking
+from aserve.request import Delta, FinishReason, Request, Sequence
+from aserve.stream import Mailbox, join
 
 
 class Output:
@@ -25,7 +28,7 @@ class Output:
         "sequence",
     )
 
-    def __init__(self, sequence: Sequence, box: Mailbox, detokenizer: Detokenizer | None) -> None:
+    def __init__(self, sequence: Sequence, box: Mailbox | Ranking, detokenizer: Detokenizer | None) -> None:
         params = sequence.request.params
         self.sequence = sequence
         self.box = box
@@ -91,3 +94,27 @@ class Output:
         self.ended = True
         entries = None if logprobs is None else (logprobs,)
         return Delta(self.sequence.index, text, tokens, reason, stop_reason, self.num_tokens, entries)
+
+
+class BeamOutput(Output):
+    """One place among the best beams: nothing before the search is over, then a beam's text at once."""
+
+    __slots__ = ()
+
+    def finish(self, token_id: int | None, logprobs: TokenLogprobs | None, reason: FinishReason) -> Delta:
+        request, index = self.sequence.request, self.sequence.index
+        beams = request.beams.beams() if request.beams is not None and index < request.params.n else []
+        if index >= len(beams):
+            return self._last("", (), reason, None, None)
+        beam = beams[index]
+        *tokens, last = zip(beam.token_ids, beam.logprobs or [None] * len(beam.token_ids), strict=True)
+        deltas = [self.advance(token, entry) for token, entry in tokens]
+        return join([*deltas, super().finish(*last, reason)])[0]
+
+
+def outputs_of(request: Request, box: Mailbox, detokenizer: Callable[[], Detokenizer | None]) -> list[Output]:
+    """One output per sequence. Where fewer are returned than are computed, they meet in a Ranking first."""
+    kind = Output if request.beams is None else BeamOutput
+    ranked = request.beams is not None or request.params.num_sequences > request.params.n
+    sink = Ranking(box, request.params) if ranked else box
+    return [kind(sequence, sink, detokenizer()) for sequence in request.sequences]

@@ -19,8 +19,7 @@ from aserve.metrics import Metrics
 from aserve.output import Output
 from aserve.plan import StepPlan, StepResult
 from aserve.request import Delta, FinishReason, Request, Sequence
-from aserve.scheduler import Event, Scheduler
-from aserve.stream import Change
+from aserve.scheduler import Event, Move, Scheduler
 
 _SLICE = 128  # tokens delivered before other tasks get a turn: about half a millisecond
 _log = logging.getLogger("aserve")
@@ -127,19 +126,23 @@ class Pipeline:
         while len(self._in_flight) < self._depth:
             now = self._clock()
             plan = self._scheduler.schedule(now)
-            for request, change in self._scheduler.take_moves():
-                self._tell(request, change)
+            for move in self._scheduler.take_moves():
+                move.request.changes.append((move.change, now))
+                self._tell(move)
             if plan is None:
                 return
             self._in_flight.append((plan, self._executor.submit(plan), now))
 
-    def _tell(self, request: Request, change: Change) -> None:
-        """The reader of a request that was preempted may say so to its client."""
-        for sequence in request.sequences:
+    def _tell(self, move: Move) -> None:
+        """The log says why a request was preempted; its reader may say to its client that it was."""
+        if move.choice is not None:
+            fields = {"event": "preempted", "request_key": move.request.key, "cause": move.cause}
+            fields |= move.choice._asdict()
+            _log.info("preempted %s for %s: %s", move.request.key, move.cause, move.choice, extra={"fields": fields})
+        for sequence in move.request.sequences:
             output = self._outputs.get(sequence)
             if output is not None:
-                if output.box.on_change is not None:
-                    output.box.on_change(change)
+                output.box.tell(move.change)
                 return
 
     async def _commit_next(self) -> list[Event]:
@@ -207,7 +210,12 @@ class Pipeline:
                 self._end(output, delta, now)
                 return
         assert reason is not None
-        self._end(output, output.finish(token_id, logprobs, reason), now)
+        delta = output.finish(token_id, logprobs, reason)
+        if token_id is None and delta.token_ids:  # a beam, whole
+            self._metrics.num_output_tokens += len(delta.token_ids)
+            if sequence.index == 0:
+                self._metrics.first_token.observe(now - sequence.request.arrival)
+        self._end(output, delta, now)
 
     def _end(self, output: Output, delta: Delta, now: float) -> None:
         """The last delta of a choice; after a request's last choice, the end of its stream."""
@@ -226,6 +234,7 @@ class Pipeline:
             output.box.end(error)
         if len(reasons) == len(request.sequences):
             del self._reasons[request]
+            request.ended = now
             self._metrics.count_end(request, reasons, now)
             if not self._reasons:
                 self.drained.set()
@@ -247,6 +256,7 @@ class Pipeline:
         boxes = {output.box for output in self._outputs.values()}
         self._outputs.clear()
         for request in self._reasons:
+            request.ended = now
             self._metrics.count_end(request, ["error"], now)
         self._reasons.clear()
         for _, result, _ in self._in_flight:

@@ -30,6 +30,7 @@ class SlotUpdate(NamedTuple):
     num_prompt_tokens: int
     end_token_ids: tuple[int, ...] = ()  # masked while fewer than params.min_tokens are out
     tokens: tuple[int, ...] | None = None
+    num_top: int | None = None  # best tokens whose logprobs come with each draw, where it is not params.logprobs
 
 
 class BlockDelta(NamedTuple):
@@ -146,4 +147,5 @@ class WorkerInfo:
     max_num_seqs: int = 64  # the options, resolved for the device
     max_num_batched_tokens: int = 512
     block_bytes: int = 0  # KV of one block, all layers; 0 makes a swap look free
+    copy_rate: float = 10e9  # bytes a second between the pools, as measured at start
     startup_seconds: float = 0.0

@@ -11,12 +11,18 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from aserve.constraint import Constraint, StructuredOutput
 from aserve.errors import AserveError, InvalidRequestError
 
+if TYPE_CHECKING:
+    from aserve.beams import BeamSearch
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+Change = Literal["preempted", "resumed"]  # memory ran short, and is there again
+EarlyStopping = bool | Literal["never"]
+MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
@@ -54,10 +60,18 @@ class SamplingParams:
     `max_tokens` None is as many as context and KV pool allow. `logprobs` k returns each chosen token's logprob
     and the k best (0: the chosen one alone), from the raw logits.
 
+    `best_of` draws so many choices and returns the `n` of the highest mean logprob. With `use_beam_search` it is the
+    number of beams, of which the `n` best are returned: by the sum of their logprobs over length ** `length_penalty`,
+    ended as `early_stopping` says (see beams.py). Beams take neither temperature nor penalties, bias, masks or forms.
+
     Raises InvalidRequestError, naming the field, for a value outside its range (NaN included).
     """
 
     n: int = 1
+    best_of: int | None = None  # n where it is None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -87,7 +101,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
-        _check_range("n", self.n, 1, 128)
+        _check_range("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None:
+            _check_range("best_of", self.best_of, self.n, MAX_CHOICES)
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -116,6 +132,12 @@ class SamplingParams:
             _check_structured(self)
         if self.bad_words:
             _check_bad_words(self)
+        _check_beams(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """Choices that are computed; `n` of them are returned."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:
@@ -170,12 +192,42 @@ def _check_bad_words(params: SamplingParams) -> None:
             raise InvalidRequestError(f"bad_words cannot be combined with {name}", param="bad_words")
 
 
+def _check_beams(params: SamplingParams) -> None:
+    """Refuses what beam search does not take, and without it what is for beam search alone."""
+    if not params.use_beam_search:
+        if params.length_penalty != 1.0 or params.early_stopping:
+            name = "early_stopping" if params.early_stopping else "length_penalty"
+            raise InvalidRequestError(f"{name} is for use_beam_search only", param=name)
+        return
+    _check_range("length_penalty", params.length_penalty, -10.0, 10.0)
+    if params.early_stopping not in (True, False, "never"):
+        raise InvalidRequestError('early_stopping must be true, false or "never"', param="early_stopping")
+    if params.max_tokens == 0:
+        raise InvalidRequestError("use_beam_search needs max_tokens above 0", param="max_tokens")
+    plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "allowed_token_ids": None}
+    for name in (*plain, "logit_bias", "bad_words", "structured"):
+        value = getattr(params, name)
+        if value if name not in plain else value != plain[name]:
+            name = params.structured.name if params.structured is not None and name == "structured" else name
+            raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", param=name)
+
+
 class Usage(NamedTuple):
     """Token counts of a request. `completion_tokens` sums its choices; dropped tokens never count."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+
+
+class Timeline(NamedTuple):
+    """When things happened to a request, in seconds of its event loop's clock; None where they have not yet."""
+
+    arrival: float
+    first_scheduled: float | None  # its first step
+    first_token: float | None
+    ended: float | None
+    changes: tuple[tuple[Change, float], ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -235,8 +287,19 @@ class Request:
     error: AserveError | None = None  # with finish reason "error"
     first_scheduled: float | None = None
     first_token: float | None = None
+    ended: float | None = None
+    changes: list[tuple[Change, float]] = field(default_factory=list)
     num_preemptions: int = 0
     detached: bool = False  # its reader is away for a while: the first to be preempted
+    beams: BeamSearch | None = None  # the state of its search; its sequences are the live beams, then the best
+
+    @property
+    def num_top(self) -> int | None:
+        """How many best tokens' logprobs come with each draw; None where not even its own does."""
+        if self.beams is not None:
+            return self.beams.num_asked
+        ranked = self.params.num_sequences > self.params.n
+        return 0 if ranked and self.params.logprobs is None else self.params.logprobs
 
     @property
     def finished(self) -> bool:

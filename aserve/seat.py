@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from aserve.block_manager import BlockTable
 from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotMask, SlotUpdate, StepPlan, TokenLogprobs
+from aserve.preemption import Choice
 from aserve.prefix_cache import HashChain
 from aserve.request import FinishReason, Request, Sequence
 
@@ -23,15 +24,16 @@ class Event(NamedTuple):
     finish_reason: FinishReason | None
 
 
-PreemptionKind = Literal["swap", "recompute"]
 PreemptionCause = Literal["memory", "fairness", "away"]  # away: its reader is, and memory was short
 
 
 class Move(NamedTuple):
-    """A running request was preempted, or one that had been runs again."""
+    """A running request was preempted, why and how, or one that had been runs again."""
 
     request: Request
     change: Literal["preempted", "resumed"]
+    cause: PreemptionCause | None = None
+    choice: Choice | None = None
 
 
 class SharedPrefix:
@@ -56,10 +58,12 @@ class Seat:
 
     __slots__ = (
         "active",
+        "candidates",
         "chain",
         "computing",
         "constraint",
         "ends",
+        "forked_at",
         "forks",
         "full_at",
         "grow_at",
@@ -91,6 +95,8 @@ class Seat:
         self.computing: dict[bytes, None] = {}  # names of blocks that its chunks in flight fill
         self.forks: list[Seat] = []  # choices that will draw from this seat's prompt row
         self.shared: SharedPrefix | None = None
+        self.candidates: tuple[tuple[int, float], ...] | None = None  # a beam's best next tokens, until all have theirs
+        self.forked_at: int | None = None  # first entry of a beam's table that its slot does not know
         self.active = True
         self.live = True
 
@@ -107,6 +113,7 @@ class Seat:
             len(request.prompt),
             request.end_token_ids,
             tokens,
+            request.num_top,
         )
 
 
@@ -128,11 +135,24 @@ class Row(NamedTuple):
 class Draft:
     """A plan in the making, and what its result will mean."""
 
-    __slots__ = ("blocks", "chunks", "copies", "decoding", "handed", "masks", "num_tokens", "rows", "slots", "swap_in")
+    __slots__ = (
+        "blocks",
+        "chunks",
+        "copies",
+        "decoding",
+        "handed",
+        "masks",
+        "num_pairs",
+        "num_tokens",
+        "rows",
+        "slots",
+        "swap_in",
+    )
 
     def __init__(self) -> None:
         self.decoding: tuple[Seat, ...] = ()
         self.num_tokens = 0
+        self.num_pairs = 0.0  # of a chunk's tokens with those before them
         self.rows: list[Row] = []
         self.chunks: list[Chunk] = []
         self.slots: list[SlotUpdate] = []
@@ -179,6 +199,8 @@ class Step(NamedTuple):
     handed: list[Seat]
     swapped_out: list[Request]
     num_tokens: int
+    num_pairs: float  # of its chunks' tokens with those before them
+    swaps: bool  # blocks move between the pools
 
     def drawing(self) -> list[Seat]:
         """Every seat that draws, in order; those whose limit is 0 only end."""

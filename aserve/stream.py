@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Literal, Self
 
+from aserve.beams import Beam
 from aserve.errors import AserveError, InvalidRequestError
-from aserve.request import Completion, Delta, Request, Usage
+from aserve.request import Change, Completion, Delta, Request, Timeline, Usage
 
-Change = Literal["preempted", "resumed"]  # memory ran short, and is there again
 SlowReader = Literal["coalesce", "pause", "cancel"]  # what happens to a request whose reader is behind
 _TOKEN_BYTES = 4  # what an id counts against a limit
 _MANY_DELTAS = 64  # unread ones are joined past this number: a reader that keeps up never has so many
@@ -69,6 +69,11 @@ class Mailbox:
         self.ended = False  # no delta will follow
         self.error: AserveError | None = None  # raised to the reader once the deltas are read
 
+    def tell(self, change: Change) -> None:
+        """The request was preempted, or runs again."""
+        if self.on_change is not None:
+            self.on_change(change)
+
     def push(self, delta: Delta) -> None:
         """Leaves a delta and wakes the reader."""
         self._deltas.append(delta)
@@ -79,7 +84,7 @@ class Mailbox:
 
     def _pile_up(self) -> None:
         """The reader is late: what waits is joined, and counted against the limit."""
-        self._deltas = _join(self._deltas)
+        self._deltas = join(self._deltas)
         limit = self._limit if self._away_limit is None else self._away_limit
         if limit is None or self.behind or self._pace is None:
             return
@@ -130,7 +135,7 @@ class Mailbox:
         self._deltas = []
         if self.behind:
             self._catch_up()
-        return deltas if len(deltas) == 1 else _join(deltas)
+        return deltas if len(deltas) == 1 else join(deltas)
 
     async def wait(self) -> bool:
         """True once a delta is there, False at the end. Raises the request's error after its last delta."""
@@ -239,7 +244,7 @@ class Stream:
             deltas.append(delta)
         return [
             Completion(d.index, d.text, d.token_ids, d.finish_reason or "cancelled", d.stop_reason, d.logprobs)
-            for d in sorted(_join(deltas), key=lambda delta: delta.index)
+            for d in sorted(join(deltas), key=lambda delta: delta.index)
         ]
 
     async def text(self) -> str:
@@ -266,6 +271,22 @@ class Stream:
             return Usage(0, 0, 0)
         num_output = sum(len(sequence.output) for sequence in request.sequences)
         return Usage(len(request.prompt), num_output, request.num_cached)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When its request came, ran, spoke and ended; None before it is submitted."""
+        request = self._box.request
+        if request is None:
+            return None
+        return Timeline(
+            request.arrival, request.first_scheduled, request.first_token, request.ended, tuple(request.changes)
+        )
+
+    @property
+    def beams(self) -> list[Beam]:
+        """Of a beam search, the beams that have ended, best first and without their text; final at the end."""
+        request = self._box.request
+        return [] if request is None or request.beams is None else request.beams.beams()
 
     @property
     def ended(self) -> bool:
@@ -310,7 +331,7 @@ class Stream:
             box.abandon()
 
 
-def _join(deltas: list[Delta]) -> list[Delta]:
+def join(deltas: list[Delta]) -> list[Delta]:
     """One delta per choice, in the order in which the choices appear."""
     choices: dict[int, list[Delta]] = {}
     for delta in deltas:

@@ -19,6 +19,7 @@ from aserve.grammar import Grammars
 
 T = TypeVar("T")
 COMPILE_SECONDS = 5.0
+IDLE_SECONDS = 1.0
 MAX_THREADS = 2
 
 
@@ -29,9 +30,25 @@ class StructuredOutputs:
         self._grammars = grammars
         self._seconds = seconds
         self._places = asyncio.Semaphore(MAX_THREADS)
+        self._ahead: asyncio.Task[None] | None = None
+
+    def build_when(self, idle: Callable[[], bool]) -> None:
+        """Builds as soon as `idle` says that no stream is open, looking once in IDLE_SECONDS, if no request came first.
+
+        It holds the GIL for a second where the vocabulary is large: a start should not wait for it, nor a stream.
+        """
+        self._ahead = asyncio.get_running_loop().create_task(self._build_when(idle), name="aserve-grammar")
+
+    async def _build_when(self, idle: Callable[[], bool]) -> None:
+        while True:
+            await asyncio.sleep(IDLE_SECONDS)
+            if idle():
+                break
+        with contextlib.suppress(AserveError):  # a tokenizer that cannot: the first request that asks is told
+            await self.build()
 
     async def build(self) -> None:
-        """Prepares the tokenizer's view ahead of the first request."""
+        """Prepares the tokenizer's view."""
         if self._grammars is not None and not self._grammars.built:
             await self._places.acquire()
             await self._on_thread(self._grammars.build)
@@ -96,6 +113,8 @@ class StructuredOutputs:
         return await future
 
     def close(self) -> None:
-        """Ends the mask thread."""
+        """Ends the mask thread, and the wait for an idle moment."""
+        if self._ahead is not None:
+            self._ahead.cancel()
         if self._grammars is not None:
             self._grammars.close()

@@ -315,7 +315,9 @@ def _from_transformers(directory: Path, trust_remote_code: bool) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(  # nosec B615 # a directory
+            directory, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(f"cannot load a tokenizer from {directory}: {error}", param="tokenizer") from error
 

@@ -5,7 +5,8 @@
     python loadtest/bench_streams.py http://127.0.0.1:8000 --concurrency 64 --requests 64 --disconnect 0.5 --check
 
 Black box: it knows nothing of the server but its URL, so that a peer is measured by the same lines. Meanwhile a second
-connection asks /health every 50 ms: its latency is how long the server's event loop keeps others waiting. With
+connection asks /health every 50 ms: its latency is how long the server's event loop keeps others waiting, and
+where the server tells its event loop's lag at /metrics, the bound that 99.9% of a run's steps kept is printed. With
 --check, every stream that was not cut must equal its prompt's text when it ran alone (greedy, so ask a float32
 server); the exit status is 1 where one does not.
 """
@@ -24,6 +25,7 @@ from typing import Any
 from prompts import prompts
 from sse_client import Connection, HTTPStatusError
 
+LAG = "aserve_event_loop_lag_seconds_bucket"
 HEALTH_INTERVAL = 0.05  # seconds between two samples
 STREAM_SECONDS = 120.0  # a stream that takes longer has failed
 
@@ -116,6 +118,25 @@ async def sample_health(load: Workload, latencies: list[float]) -> None:
             await asyncio.sleep(HEALTH_INTERVAL)
 
 
+async def lag_buckets(url: str) -> dict[float, float]:
+    """Steps by the most that the event loop lagged behind them, in seconds, cumulative; empty where none is told."""
+    try:
+        async with Connection(url) as connection:
+            lines = (await connection.get("/metrics")).decode().splitlines()
+    except (HTTPStatusError, OSError, EOFError):
+        return {}
+    buckets = (line.rsplit(" ", 1) for line in lines if line.startswith(LAG))
+    return {float(name.split('le="')[1].split('"')[0]): float(value) for name, value in buckets}
+
+
+def lag_bound(before: dict[float, float], after: dict[float, float], fraction: float) -> float | None:
+    """The bound in milliseconds that `fraction` of the steps between two readings kept; None where there are none."""
+    counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
+    total = counts.get(float("inf"), 0.0)
+    kept = [bound for bound, count in counts.items() if total and count >= fraction * total]
+    return kept[0] * 1e3 if kept else None
+
+
 async def run(
     load: Workload, concurrency: int, requests: int, seed: int = 0
 ) -> tuple[list[Sample], list[float], float]:
@@ -203,8 +224,10 @@ async def measure(args: argparse.Namespace) -> int:
         solo = [await stream(load, index) for index in range(len(load.prompts))]
     failed = 0
     for concurrency in args.concurrency:
+        before = await lag_buckets(args.url)
         samples, latencies, seconds = await run(load, concurrency, args.requests or args.prompts, args.seed)
         row = summary(concurrency, samples, latencies, seconds)
+        row["lag_p999_bound"] = lag_bound(before, await lag_buckets(args.url), 0.999)
         if args.check:
             wrong = [s.prompt for s in samples if not s.cut and (s.error or s.text != solo[s.prompt].text)]
             row["checked"], row["wrong"] = sum(not s.cut for s in samples), len(wrong)
@@ -224,6 +247,8 @@ def table(row: dict[str, Any]) -> str:
         f"  TTFT p50 {row['ttft_p50']} p99 {row['ttft_p99']}   ITL p50 {row['itl_p50']} p99 {row['itl_p99']}"
         f"   /health p50 {row['health_p50']} p99 {row['health_p99']} ({row['health_samples']} samples)"
     )
+    if row["lag_p999_bound"] is not None:
+        text += f"   loop lag p99.9 <= {row['lag_p999_bound']:g}"
     if "checked" in row:
         text += f"\n  {row['checked'] - row['wrong']} of {row['checked']} whole streams equal their solo text"
     return text + (f"\n  first error: {row['first_error']}" if row["first_error"] else "")

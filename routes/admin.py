@@ -16,10 +16,11 @@ from starlette.responses import Response
 
 from aserve import Engine, EngineDeadError, InvalidRequestError, NotFoundError, OverloadedError, Tokenizer, __version__
 from routes.endpoint import Options
-from routes.http import json_response, read_body
+from routes.http import json_response, read_body, warning_headers
+from routes.messages import conversation
 from routes.metrics import exposition
 from routes.records import Live
-from routes.schemas import DetokenizeBody, TokenizeBody, conversation, parse
+from routes.schemas import DetokenizeBody, TokenizeBody, parse, unknown_fields
 
 T = TypeVar("T")
 _WARM_UP_SECONDS = 5.0
@@ -91,15 +92,24 @@ class Admin:
         def encode() -> list[int]:
             if body.prompt is not None:
                 return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-            opening = body.add_generation_prompt is not False
-            text = tokenizer.render_chat(conversation(body.messages), add_generation_prompt=opening)
+            continued = body.continue_final_message is True
+            text = tokenizer.render_chat(
+                conversation(body.messages),
+                tools=body.tools,
+                add_generation_prompt=not continued
+                if body.add_generation_prompt is None
+                else body.add_generation_prompt,
+                continue_final_message=continued,
+                variables=body.chat_template_kwargs,
+            )
             return tokenizer.encode(text, body.add_special_tokens is True)
 
         if len(raw) > _MAX_TOKENIZE_BYTES:
             raise InvalidRequestError(f"the text is too long: at most {_MAX_TOKENIZE_BYTES} bytes", param="prompt")
         tokens = await _off_loop(encode, long=tokenizer.is_long(len(raw)))
         limit = self._engine.info.max_model_len
-        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
+        headers = warning_headers(unknown_fields(raw, TokenizeBody))
+        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens}, headers=headers)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special ones included."""
@@ -112,7 +122,8 @@ class Admin:
             if not 0 <= token_id < limit:
                 raise InvalidRequestError(f"token id {token_id} is not in 0..{limit - 1}", param="tokens")
         long = len(body.tokens) > _INLINE_TOKENS
-        return json_response({"prompt": await _off_loop(lambda: tokenizer.decode(body.tokens, False), long=long)})
+        text = await _off_loop(lambda: tokenizer.decode(body.tokens, False), long=long)
+        return json_response({"prompt": text}, headers=warning_headers(unknown_fields(raw, DetokenizeBody)))
 
     def _tokenizer(self) -> Tokenizer:
         self._engine.check()

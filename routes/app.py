@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,6 +35,9 @@ from routes.responses import Responses, StoredResponses
 from routes.resume import Sessions, StreamEndpoint
 from routes.turn import TurnFormat
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
 
 def create_app(
     engine: Engine,
@@ -52,6 +56,7 @@ def create_app(
     journal_bytes: int = 1 << 20,
     slow_client: SlowReader = "coalesce",
     max_unsent_bytes: int = 1 << 20,
+    tracer_provider: TracerProvider | None = None,
 ) -> Starlette:
     """The application. The engine's own name is served where no names are given.
 
@@ -61,7 +66,7 @@ def create_app(
     unread is slow, and `slow_client` says what happens to its stream. A mounted app's lifespan is never run by its
     host, which must start the engine itself. `log_requests` logs the beginning of each body. `tool_call_parser`
     (hermes, llama3_json, mistral) and `reasoning_parser` (deepseek_r1, qwen3, think) say how the model writes its
-    calls and thoughts. Raises ConfigError for another.
+    calls and thoughts. Raises ConfigError for another. With a `tracer_provider` (OpenTelemetry) each request is a span.
     """
     options = Options(
         served_model_names=tuple(served_model_names),
@@ -76,7 +81,7 @@ def create_app(
     sessions = Sessions(live, grace=resume_grace, max_grace=max_resume_grace, limit=journal_bytes)
     app = Starlette(
         routes=_routes(engine, live, sessions, options),
-        middleware=_middleware(engine, api_keys, max_requests_per_key, cors_origins),
+        middleware=_middleware(engine, api_keys, max_requests_per_key, cors_origins, tracer_provider),
         exception_handlers={HTTPException: _http_error, AserveError: _aserve_error, Exception: _internal_error},
         lifespan=_lifespan(engine),
     )
@@ -116,9 +121,17 @@ def _routes(engine: Engine, live: Live, sessions: Sessions, options: Options) ->
 
 
 def _middleware(
-    engine: Engine, api_keys: Sequence[str], max_requests: int | None, cors_origins: Sequence[str]
+    engine: Engine,
+    api_keys: Sequence[str],
+    max_requests: int | None,
+    cors_origins: Sequence[str],
+    tracer_provider: TracerProvider | None,
 ) -> list[Middleware]:
     stack = [Middleware(RequestLog, engine=engine)]
+    if tracer_provider is not None:
+        from routes.tracing import Tracing  # here, so that OpenTelemetry is needed by those who want it only
+
+        stack.append(Middleware(Tracing, provider=tracer_provider))
     if cors_origins:
         stack.append(
             Middleware(

@@ -39,15 +39,10 @@ class Job(Generic[B]):
     created: int  # seconds since the epoch
     streams: Sequence[Stream]
     offset: Offset = field(default_factory=Offset)
-    num_output_tokens: int | None = None  # of a response that is not streamed; more than its choices' under best_of
 
     def usage(self) -> dict[str, Any]:
         """The OpenAI usage object over all prompts, final once they have ended."""
-        usage = usage_object([stream.usage for stream in self.streams])
-        if self.num_output_tokens is not None:
-            usage["completion_tokens"] = self.num_output_tokens
-            usage["total_tokens"] = usage["prompt_tokens"] + self.num_output_tokens
-        return usage
+        return usage_object([stream.usage for stream in self.streams])
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -10,15 +10,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
 import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from aserve import Completion, Engine, NotFoundError, SamplingParams, SlowReader, Stream
-from routes import choices
+from aserve import Completion, Engine, InvalidRequestError, NotFoundError, SamplingParams, SlowReader, Stream
 from routes.chunks import B, Job
 from routes.http import ClientGone, endpoint_errors, header, json_response, read_body, unless_gone, warning_headers
 from routes.records import Live, Record, abnormal
@@ -102,9 +101,13 @@ class GenerationEndpoint(ABC, Generic[B]):
             body: B = parse(raw, self.kind)
             body.check()
             model = self.options.check_model(self.engine, body.model)
-            params = body.params(self.engine.default_sampling())
             headers = warning_headers(unknown_fields(raw, self.kind))
-            streams = await self.submit(body, choices.drawn(self.engine, body, params), record)
+            params = body.params(self.engine.default_sampling())
+            try:
+                streams = await self.submit(body, params, record)
+            except InvalidRequestError as error:
+                body.rename(error)
+                raise
             job = Job(body, params, model, int(time.time()), streams)
             self.live.add(record, streams)
             if body.stream and grace:
@@ -125,14 +128,12 @@ class GenerationEndpoint(ABC, Generic[B]):
         """Awaits every choice, unless the client leaves."""
         try:
             with record.cancellable():
-                drawing = choices.completions(self.engine, job.body, job.params, job.streams)
-                completions, num_tokens = await unless_gone(receive, drawing)
+                completions = await unless_gone(receive, _completions(job.streams))
             if record.cancellation is not None:
                 raise record.cancellation
             for error in (abnormal(c.finish_reason) for group in completions for c in group):
                 if error is not None:
                     raise error
-            job = replace(job, num_output_tokens=num_tokens)
             return json_response(self.answer(job, completions), headers=headers)
         except ClientGone:
             record.outcome = "disconnected"
@@ -153,6 +154,11 @@ async def submit_all(submissions: Iterable[Awaitable[Stream]]) -> list[Stream]:
             await close_all(streams)
         raise
     return streams
+
+
+async def _completions(streams: Sequence[Stream]) -> list[list[Completion]]:
+    """The choices of each. They run at once, whatever the order of reading."""
+    return [await stream.completions() for stream in streams]
 
 
 async def close_all(streams: Sequence[Stream]) -> None:

@@ -19,6 +19,8 @@ from starlette.types import Receive, Scope, Send
 from aserve import AserveError, AuthenticationError, MediaTypeError, OverloadedError, RequestTooLargeError
 
 T = TypeVar("T")
+_LINGER_SECONDS = 30.0  # how long a body that is refused may still be sent, before its client may miss the answer
+_LINGER_IDLE_SECONDS = 5.0
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]+")
 
 
@@ -44,6 +46,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:
+            scope["aserve.body_ended"] = not message.get("more_body", False)
             raise RequestTooLargeError(f"the body has more than {limit} bytes")
         chunks.append(chunk)
         if not message.get("more_body", False):
@@ -73,6 +76,11 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
+def route_path(scope: Scope) -> str:
+    """The path under the application's own root."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
 def warning_headers(unknown: list[str]) -> dict[str, str]:
     """Names fields that were accepted and ignored, as printable ASCII in a bounded header."""
     if not unknown:
@@ -90,13 +98,36 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 def error_response(error: AserveError) -> Response:
     """The error's status and wire form, with the headers that its kind calls for."""
     headers = {}
+    if isinstance(error, RequestTooLargeError):
+        return _LingeringResponse(error)
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     elif isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    elif isinstance(error, RequestTooLargeError):
-        headers["connection"] = "close"  # the rest of the body is never read
     return json_response(error.wire(), error.status, headers)
+
+
+class _LingeringResponse(Response):
+    """Answers at once, then takes the rest of the body and drops it.
+
+    A connection that is closed with bytes unread is reset, and the client, which still sends, never sees the answer.
+    """
+
+    def __init__(self, error: AserveError) -> None:
+        body = json.dumps(error.wire()).encode("ascii")
+        super().__init__(body, error.status, {"connection": "close"}, media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with anyio.move_on_after(_LINGER_SECONDS):
+            # a client that expects a go-ahead sends nothing without it
+            more = not scope.get("aserve.body_ended") and header(scope, b"expect") is None
+            while more:
+                more = False
+                with anyio.move_on_after(_LINGER_IDLE_SECONDS):
+                    more = (await receive()).get("more_body", False)
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def watch_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:

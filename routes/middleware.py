@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aserve import AuthenticationError, Engine, OverloadedError
-from routes.http import error_response, header
-from routes.records import Record
+from routes.http import error_response, header, route_path
+from routes.records import QUIET_PATHS, Record
 
 log = logging.getLogger("aserve.access")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/dashboard", "/docs"})  # probes, and pages without data
 _LABEL = re.compile(r"[\x21-\x7e]{1,128}")
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/load"})  # logged at debug
+_MAX_SHOWN = 256  # characters of a path
 
 
 class RequestLog:
@@ -40,12 +40,10 @@ class RequestLog:
         label = header(scope, b"x-request-id") or ""
         record = Record(label if _LABEL.fullmatch(label) else uuid.uuid4().hex)
         scope["aserve.record"] = record
-        status = 0
 
         async def labelled(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
                 extra = [(b"x-request-id", record.label.encode("ascii"))]
                 if self.engine.draining:
                     extra.append((b"connection", b"close"))
@@ -55,14 +53,15 @@ class RequestLog:
         try:
             await self.app(scope, receive, labelled)
         finally:
-            fields = {"method": scope["method"], "path": scope["path"], "status": status, "request_id": record.label}
-            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+            method, path = scope["method"], scope["path"][:_MAX_SHOWN]
+            fields = {"method": method, "path": path, "status": record.status, "request_id": record.label}
+            level = logging.DEBUG if route_path(scope) in QUIET_PATHS else logging.INFO
             log.log(
                 level,
                 "%s %s %s %s id=%s",
-                scope["method"],
-                scope["path"],
-                status or "-",
+                method,
+                path.encode("unicode_escape").decode("ascii"),  # whatever was asked for, it is one line
+                record.status or "-",
                 record.describe(),
                 record.label,
                 extra={"fields": fields | record.fields()},
@@ -111,7 +110,7 @@ class ApiKeys:
             self._num_open[key] -= 1
 
     def _allows(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        if route_path(scope) in OPEN_PATHS:
             return True
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
         if scheme.lower() != "bearer":

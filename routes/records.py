@@ -14,6 +14,8 @@ import anyio
 
 from aserve import AserveError, DeadlineError, RequestFailedError, Stream
 
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/load"})  # asked for all the time
+
 
 class CancelledRequestError(RequestFailedError):
     """The request was cancelled through the API, or by the server's end."""
@@ -42,6 +44,7 @@ class Record:
     start: float = field(default_factory=time.perf_counter)
     streams: Sequence[Stream] = ()
     first_token: float | None = None
+    status: int = 0  # of the answer; 0 before it
     outcome: str = ""
     cancellation: AserveError | None = None
     away: Callable[[], None] | None = None  # what cancels a resumable request whose client is away

@@ -7,16 +7,27 @@ so that everything behind it knows one form of messages, tools and formats.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from aserve import InvalidRequestError, SamplingParams, StructuredOutput
-from routes.schemas import MAX_TOP_LOGPROBS, Body, Message, conversation, tool_use
+from routes.messages import Message, conversation
+from routes.schemas import MAX_TOP_LOGPROBS, Body, tool_use
 from routes.structured import tool_calls
 from routes.turn import ToolUse
 
 LOGPROBS = "message.output_text.logprobs"
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
 
@@ -24,11 +35,21 @@ class TextOptions(msgspec.Struct):
     """The form of the text."""
 
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, omit_defaults=True):
+    """How the model shall think, as OpenAI's models may be told; checked, and without effect here."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseBody(Body, kw_only=True):
     """POST /v1/responses."""
+
+    format_field: ClassVar[str] = "text.format"
 
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -41,8 +62,8 @@ class ResponseBody(Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: dict[str, Any] | None = None
-    include: list[str] | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Include] | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -69,6 +90,8 @@ class ResponseBody(Body, kw_only=True):
         if self.prompt_logprobs is not None or self.echo:
             name = "echo" if self.echo else "prompt_logprobs"
             raise InvalidRequestError(f"{name} is not part of this API", param=name)
+        if self.max_tokens is not None:
+            raise InvalidRequestError("max_tokens is called max_output_tokens in this API", param="max_tokens")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequestError(f"top_logprobs must be 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs")
         self.tool_use()
@@ -81,13 +104,10 @@ class ResponseBody(Body, kw_only=True):
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters."""
         top = (self.top_logprobs or 0) if self.wants_logprobs else None
-        try:
-            return self.sampling(defaults, logprobs=top, max_tokens=self.max_output_tokens)
-        except InvalidRequestError as error:
-            if error.param == "max_tokens" and self.max_output_tokens is not None:
-                message = error.message.replace("max_tokens", "max_output_tokens", 1)
-                raise InvalidRequestError(message, param="max_output_tokens") from None
-            raise
+        return self.sampling(defaults, logprobs=top, max_tokens=self.max_output_tokens)
+
+    def aliases(self) -> dict[str, str]:
+        return {"max_tokens": "max_output_tokens"}
 
     def chat_tools(self) -> list[dict[str, Any]]:
         """The tools in the form that chat uses. Raises InvalidRequestError for a tool that is no function."""
@@ -141,7 +161,6 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise InvalidRequestError(f"role must be user, assistant, system or developer, got {role!r}", param=where)
-        role = "system" if role == "developer" else role  # which chat templates know
         return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
     if kind == "function_call":
         function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}

@@ -20,11 +20,11 @@ from routes.chunks import Job
 from routes.endpoint import GenerationEndpoint, close_all, submit_all
 from routes.http import json_response
 from routes.logprobs import chat_logprobs
+from routes.messages import Message, conversation
 from routes.records import CancelledRequestError, Record, abnormal
 from routes.response_body import ResponseBody
 from routes.response_output import ResponseWriter
 from routes.response_store import Entry, ResponseStore
-from routes.schemas import Message, conversation
 from routes.sse import EventStream
 from routes.tools import Content
 from routes.turn import ChatDelta, Turn
@@ -195,7 +195,7 @@ def _response(job: Job[ResponseBody]) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": body.reasoning,
+        "reasoning": msgspec.to_builtins(body.reasoning),
         "store": body.store is not False,
         "temperature": params.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},

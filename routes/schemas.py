@@ -7,18 +7,17 @@ It must never accept a known field with a bad value, and never raise anything bu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from aserve import InvalidRequestError, SamplingParams, StructuredOutput
-from routes import choices
+from routes.messages import Message, conversation
 from routes.structured import structured_output, tool_calls
 from routes.turn import ToolUse
 
@@ -38,7 +37,9 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Fields that both generation endpoints take."""
+    """Fields that all generation endpoints take."""
+
+    format_field: ClassVar[str] = "response_format"  # where the client says which form the text shall have
 
     model: str | None = None
     stream: bool | None = None
@@ -94,7 +95,6 @@ class Body(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidRequestError, naming the field, for what no other part of the way would notice."""
-        choices.check(self)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
         for name in ("timeout", "ttft_timeout"):
@@ -103,6 +103,19 @@ class Body(msgspec.Struct, kw_only=True):
                 raise InvalidRequestError(f"{name} must be more than 0 seconds, got {seconds}", param=name)
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise InvalidRequestError(f"priority must fit in 32 bits, got {self.priority}", param="priority")
+
+    def aliases(self) -> dict[str, str]:
+        """The client's own names of parameters that it gave by another one."""
+        drawn = self.best_of is not None and self.best_of > (self.n or 1)
+        return {"n": "best_of"} if drawn and not self.use_beam_search else {}
+
+    def rename(self, error: InvalidRequestError) -> None:
+        """Puts the client's own names into an error about how many tokens it asked for."""
+        if error.param in ("n", "max_tokens", "min_tokens", "prompt"):
+            aliases = self.aliases()
+            for name, given in aliases.items():
+                error.message = re.sub(rf"\b{name}\b", given, error.message)
+            error.param = aliases.get(error.param, error.param)
 
     def submit_arguments(self) -> dict[str, Any]:
         """What engine.submit takes beside prompt and parameters, where the client gave it."""
@@ -120,13 +133,18 @@ class Body(msgspec.Struct, kw_only=True):
         return None
 
     def sampling(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
-        """The body's parameters over the model's `defaults`. Raises InvalidRequestError, naming the field."""
+        """The body's parameters over the model's `defaults`, of which beam search takes none. Raises
+        InvalidRequestError, naming the field."""
         given = {name: value for name in _DIRECT if (value := getattr(self, name)) is not None}
         given.update((name, value) for name, value in changes.items() if value is not None)
-        given["structured"] = structured_output(self, self.forced_calls())
+        given["structured"] = structured_output(self, self.forced_calls(), format_field=self.format_field)
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
-        return SamplingParams(**{**defaults, **given})
+        try:
+            return SamplingParams(**{**({} if self.use_beam_search else defaults), **given})
+        except InvalidRequestError as error:
+            self.rename(error)
+            raise
 
 
 _DIRECT = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name in Body.__struct_fields__)
@@ -166,24 +184,6 @@ class CompletionBody(Body, kw_only=True):
         """The sampling parameters. With echo, logprobs are of the prompt too."""
         prompt = self.logprobs if self.echo and self.prompt_logprobs is None else None
         return self.sampling(defaults, logprobs=self.logprobs, prompt_logprobs=prompt)
-
-
-class Part(msgspec.Struct):
-    """One part of a message's content; this server reads text only."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct, omit_defaults=True):
-    """One turn of a conversation, as the chat template will see it."""
-
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
 
 
 class ChatBody(Body, kw_only=True):
@@ -230,6 +230,10 @@ class ChatBody(Body, kw_only=True):
         """What the model may call. Raises InvalidRequestError for tools that are none, or a choice among others."""
         return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
+    def aliases(self) -> dict[str, str]:
+        named = {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else {}
+        return Body.aliases(self) | named
+
     def forced_calls(self) -> StructuredOutput | None:
         return tool_calls(self.tools or (), self.tool_use())
 
@@ -240,13 +244,7 @@ class ChatBody(Body, kw_only=True):
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters; max_completion_tokens goes before its old name max_tokens."""
         top = (self.top_logprobs or 0) if self.logprobs else None
-        try:
-            return self.sampling(defaults, logprobs=top, max_tokens=self.max_completion_tokens)
-        except InvalidRequestError as error:
-            if error.param == "max_tokens" and self.max_completion_tokens is not None:
-                message = error.message.replace("max_tokens", "max_completion_tokens", 1)
-                raise InvalidRequestError(message, param="max_completion_tokens") from None
-            raise
+        return self.sampling(defaults, logprobs=top, max_tokens=self.max_completion_tokens)
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, *, parallel: bool) -> ToolUse:
@@ -256,7 +254,11 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
         return ToolUse("auto" if choice is None and names else "none", names, parallel)
     if isinstance(choice, dict):
         function = choice.get("function")
-        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        if choice.get("type") != "function" or not isinstance(function, dict):
+            raise InvalidRequestError(
+                'tool_choice must be none, auto, required or {"type": "function", ...}', param="tool_choice"
+            )
+        name = function.get("name")
         if name not in names:
             raise InvalidRequestError(f"tool_choice names {name!r}, which is not in tools", param="tool_choice")
         return ToolUse("named", (name,), parallel)
@@ -283,45 +285,6 @@ def _tool_name(tool: dict[str, Any], where: str) -> str:
     return name
 
 
-def conversation(messages: list[Message] | None) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them. Raises InvalidRequestError."""
-    if not messages:
-        raise InvalidRequestError("messages must have at least one entry", param="messages")
-    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _plain(message: Message, where: str) -> dict[str, Any]:
-    if not message.role:
-        raise InvalidRequestError("role must not be empty", param=f"{where}.role")
-    plain: dict[str, Any] = msgspec.to_builtins(message)
-    plain.setdefault("content", None)
-    if message.tool_calls:
-        plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
-    if isinstance(message.content, list):
-        texts = []
-        for i, part in enumerate(message.content):
-            if part.type != "text" or part.text is None:
-                what = "its text is missing" if part.type == "text" else f"got type {part.type!r}"
-                raise InvalidRequestError(f"only text parts are supported: {what}", param=f"{where}.content[{i}]")
-            texts.append(part.text)
-        plain["content"] = "\n".join(texts)
-    if plain["content"] is None and not message.tool_calls and message.role != "assistant":
-        raise InvalidRequestError("content is required", param=f"{where}.content")
-    return plain
-
-
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """A call as templates take it: its arguments are an object, which the wire writes as a string."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError("a tool call must have a function with a name", param=where)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so, and shall see it so
-            arguments = json.loads(arguments or "{}")
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
-
-
 class TokenizeBody(msgspec.Struct):
     """POST /tokenize: a text, or a conversation."""
 
@@ -330,6 +293,9 @@ class TokenizeBody(msgspec.Struct):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -357,7 +323,8 @@ def parse(body: bytes, kind: type[T]) -> T:
             raise InvalidRequestError(f"{missing[1]} is required", param=missing[1]) from None
         if found is None:
             raise InvalidRequestError(f"the body must be a JSON object: {message}") from None
-        raise InvalidRequestError(f"{found[2]}: {_lower(found[1])}", param=found[2] or None) from None
+        where = found[2].replace("[...]", "")
+        raise InvalidRequestError(f"{where}: {_lower(found[1])}", param=where or None) from None
     except msgspec.DecodeError as error:
         param, reason = _blame(body)
         raise InvalidRequestError(reason or f"the body is not valid JSON: {error}", param=param) from None
@@ -376,7 +343,7 @@ def _lower(message: str) -> str:
 
 def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
     """Top-level names of a valid body that `kind` does not have: accepted, and reported to the client."""
-    known = kind.__struct_fields__
+    known = frozenset(kind.__struct_fields__)
     return [name for name in _KEYS.decode(body) if name not in known]
 
 
@@ -391,6 +358,10 @@ def _blame(body: bytes) -> tuple[str | None, str | None]:
     if not isinstance(fields, dict):
         return None, None
     for name, value in fields.items():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            return None, f"the name of a field holds a lone surrogate, which is no character: {name!a}"
         try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except UnicodeEncodeError:

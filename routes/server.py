@@ -10,58 +10,36 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from types import FrameType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aserve import ConfigError, Engine, EngineConfig, SlowReader
+from aserve import ConfigError, Engine, EngineConfig
 from routes.app import create_app
-from routes.logs import LogFormat, logging_to_stderr
+from routes.logs import logging_to_stderr
+from routes.protocol import Protocol
+from routes.server_options import ServerOptions
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 log = logging.getLogger("aserve.server")
 
 _CLOSE_SECONDS = 5.0  # for the last error events to reach slow readers
 _SWITCH_INTERVAL = 1e-4  # seconds that the event loop may keep the interpreter from the model thread
 _UNSENT_BYTES = 64 << 10
-_DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """What the command line says beside the engine's options."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    max_requests_per_key: int | None = None
-    cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 8 << 20
-    ping_interval: float = 15.0
-    resume_grace: float = 0.0
-    max_resume_grace: float = 60.0
-    journal_bytes: int = 1 << 20
-    slow_client: SlowReader = "coalesce"
-    max_unsent_bytes: int = 1 << 20
-    log_requests: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    drain_timeout: float = 30.0
-    exit_on_death: bool = True
-    log_level: str = "info"
-    log_format: LogFormat = "text"
-    root_path: str = ""  # where a proxy mounts the server
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    app: str | None = None  # pkg.module:create_app
+_PROBE_SECONDS, _NUM_PROBES = 60, 4  # of a connection on which nothing is said
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> int:
@@ -70,25 +48,51 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     Raises ConfigError for what is wrong before serving, a busy port included.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    _allow_many_connections()
     with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
-        return serve_engine(Engine(config), listener, options)
+        status = serve_engine(Engine(config), listener, options)
+    _leave_threads_behind(status)
+    return status
+
+
+def _leave_threads_behind(status: int) -> None:
+    """Ends the process now where a thread goes on: one that converts a model would hold the exit up for minutes, and
+    one that hangs in a step could break it. What they write appears whole or not at all."""
+    if threading.active_count() > 1:
+        logging.shutdown()
+        os._exit(status)
+
+
+def _allow_many_connections() -> None:
+    """Each is a file, and the limit that a shell gives (1024) is below what a server may hold."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the system says no
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     """`serve`, for an engine that is made but not started, on a listening socket."""
-    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile go together", param="ssl_keyfile")
+    options.check_certificate()
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     log.info("listening on %s://%s:%d, loading the model", scheme, f"[{host}]" if ":" in host else host, port)
+    with ExitStack() as stack:
+        tracer_provider = None
+        if options.otlp_traces_endpoint is not None:
+            from routes.tracing import exporting
+
+            tracer_provider = stack.enter_context(exporting(options.otlp_traces_endpoint))
+        return _run(build_app(engine, options, tracer_provider), engine, listener, options)
+
+
+def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerOptions) -> int:
     settings = uvicorn.Config(
-        build_app(engine, options),
+        under_root(app, options.root_path),
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
         ws="none",
         access_log=False,
         log_config=None,
-        root_path=options.root_path,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
         timeout_graceful_shutdown=int(_CLOSE_SECONDS),
@@ -96,6 +100,21 @@ def serve_engine(engine: Engine, listener: socket.socket, options: ServerOptions
     server = Server(settings, engine, options.drain_timeout, exit_on_death=options.exit_on_death)
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         return runner.run(server.run_engine(listener))
+
+
+def under_root(app: ASGIApp, root: str) -> ASGIApp:
+    """The application where a proxy shows it at `root`, whether or not the proxy takes that off the path."""
+    if not root:
+        return app
+
+    async def mounted(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            whole = path if path.startswith(f"{root}/") else root + path
+            scope = {**scope, "root_path": root, "path": whole}
+        await app(scope, receive, send)
+
+    return mounted
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -120,14 +139,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _bound_connections(listener: socket.socket) -> None:
     """What every accepted connection inherits: the system holds little that a slow client has not taken, so that the
-    server sees that it is slow; and a client that is gone without a word is noticed."""
+    server sees that it is slow; and a client that is gone without a word is noticed in minutes."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_NOTSENT_LOWAT", _UNSENT_BYTES), ("TCP_USER_TIMEOUT", int(_DEAF_SECONDS * 1000))):
+    for name, value in (
+        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
+        ("TCP_KEEPIDLE", _PROBE_SECONDS),
+        ("TCP_KEEPINTVL", _PROBE_SECONDS),
+        ("TCP_KEEPCNT", _NUM_PROBES),
+    ):
         if hasattr(socket, name):  # Linux
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
+def build_app(engine: Engine, options: ServerOptions, tracer_provider: TracerProvider | None = None) -> ASGIApp:
     """aserve's application, or the user's own. Raises ConfigError where that cannot be imported."""
     if options.app is None:
         return create_app(
@@ -146,6 +170,7 @@ def build_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             log_requests=options.log_requests,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
+            tracer_provider=tracer_provider,
         )
     module, _, name = options.app.partition(":")
     try:

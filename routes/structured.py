@@ -33,9 +33,11 @@ class Body(Protocol):
     guided_grammar: Any
 
 
-def structured_output(body: Body, calls: StructuredOutput | None = None) -> StructuredOutput | None:
+def structured_output(
+    body: Body, calls: StructuredOutput | None = None, *, format_field: str = "response_format"
+) -> StructuredOutput | None:
     """What the body asks for beside its tools' `calls`, None where that is plain text. Raises InvalidRequestError,
-    naming the field."""
+    naming the field; `format_field` is what the client calls response_format."""
     found = [] if calls is None else [calls]
     found += [
         _make(kind, getattr(body, name), name) for name, kind in _GUIDED.items() if getattr(body, name) is not None
@@ -43,7 +45,7 @@ def structured_output(body: Body, calls: StructuredOutput | None = None) -> Stru
     if body.structured_outputs is not None:
         found.append(_from_structured_outputs(body.structured_outputs))
     if body.response_format is not None:
-        formatted = _from_response_format(body.response_format)
+        formatted = _from_response_format(body.response_format, format_field)
         found += [formatted] if formatted is not None else []
     if len(found) > 1:
         raise InvalidRequestError(f"{found[0].name} and {found[1].name} exclude each other", param=found[1].name)
@@ -92,21 +94,19 @@ def _moved(schema: Any, place: str) -> Any:
     }
 
 
-def _from_response_format(value: Any) -> StructuredOutput | None:
+def _from_response_format(value: Any, field: str) -> StructuredOutput | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
-        return _make("json_object", None, "response_format")
+        return _make("json_object", None, field)
     if kind != "json_schema":
-        raise InvalidRequestError(
-            "response_format.type must be text, json_object or json_schema", param="response_format"
-        )
+        raise InvalidRequestError(f"{field}.type must be text, json_object or json_schema", param=field)
     inner = value.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if schema is None:
-        raise InvalidRequestError("response_format.json_schema must have a schema", param="response_format")
-    return _make("json_schema", schema, "response_format")
+        raise InvalidRequestError(f"{field} of type json_schema must have a schema", param=field)
+    return _make("json_schema", schema, field)
 
 
 def _from_structured_outputs(value: Any) -> StructuredOutput:

@@ -12,7 +12,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--live", metavar="URL", help="run what can against this server, in place of one of the tests' own"
     )
+    parser.addoption("--walks", metavar="N", type=int, default=20, help="how many the scheduler's slow test takes")
     parser.addoption("--soak", metavar="SECONDS", type=float, help="how long the soak test loads the server")
+
+
+@pytest.fixture
+def walks(request: pytest.FixtureRequest) -> int:
+    count: int = request.config.getoption("--walks")
+    return count
 
 
 @pytest.fixture

@@ -107,7 +107,8 @@ class Driver:
         else:
             events = self.scheduler.take_events()
             self.take(events)
-            assert events or not self.scheduler.num_unfinished, "nothing planned, nothing in flight, work left"
+            left = self.scheduler.num_unfinished - self.scheduler.stats().num_paused
+            assert events or not left, "nothing planned, nothing in flight, work left"
         self.now += 1.0
         return events
 
@@ -145,6 +146,17 @@ class Driver:
             max_tokens=request.max_tokens,
         )
 
+    def check_beams(self, request: Request) -> None:
+        """Every sequence ended once and shows nothing else than its beam; a search that was not cut found all."""
+        reasons = {self.ends[sequence] for sequence in request.sequences}
+        outputs = [sequence.output for sequence in request.sequences]
+        assert request.beams is not None
+        found, shown = request.beams.beams(), request.params.n
+        assert outputs[:shown] == [list(beam.token_ids) for beam in found[:shown]] + [[]] * (shown - len(found))
+        assert not any(outputs[shown:])
+        if reasons <= {"stop", "length"}:
+            assert found == self.runner.solo_beams(request), f"{request.id} differs"
+
     def check(self) -> None:
         self.scheduler.check_invariants()
 
@@ -152,6 +164,9 @@ class Driver:
         """Every sequence ended once, with its solo output or a beginning of it; no block is owned."""
         assert self.blocks.num_used == 0 and self.blocks.num_host_free == self.blocks.num_host_blocks
         for request in self.requests:
+            if request.beams is not None:
+                self.check_beams(request)
+                continue
             for sequence in request.sequences:
                 output, expected = self.outputs[sequence], self.expected(sequence)
                 assert sequence in self.ends, f"sequence {request.id}.{sequence.index} never ended"

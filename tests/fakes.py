@@ -15,6 +15,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
 
+from aserve.beams import Beam, BeamSearch
 from aserve.constraint import Constraint
 from aserve.executors import StepError
 from aserve.plan import BlockCopy, Chunk, SlotUpdate, StepPlan, StepResult, TokenLogprobs, WorkerInfo
@@ -153,6 +154,34 @@ class FakeRunner:
                 break
         return output
 
+    def solo_beams(self, request: Request) -> list[Beam]:
+        """The beams of a request that runs alone, without stop strings."""
+        params = request.params
+        search = BeamSearch(
+            params.num_sequences,
+            request.max_tokens,
+            (*request.end_token_ids, *params.stop_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            min_tokens=params.min_tokens,
+            num_logprobs=params.logprobs,
+        )
+        prompt = list(request.prompt)
+        while search.step([self.best([*prompt, *beam.tokens], search.num_asked) for beam in search.live]):
+            pass
+        return search.beams()
+
+    def best(self, context: list[int], count: int) -> tuple[tuple[int, float], ...]:
+        """The `count` most probable next tokens of a context, best first; an end is among them by `eos_chance`."""
+        size = self.info.vocab_size
+        digest = blake2b(array("q", context).tobytes(), digest_size=16, key=b"best").digest()
+        chance, pick = int.from_bytes(digest[:8], "big") / 2**64, int.from_bytes(digest[8:], "big")
+        tokens = [(pick + i) % size for i in range(min(count + 1, size)) if (pick + i) % size != self.eos_token_id]
+        if chance < self.eos_chance:
+            tokens.insert(pick % min(3, count), self.eos_token_id)
+        found = sorted(((token, _logprob(context, token)) for token in tokens[:count]), key=lambda pair: -pair[1])
+        return tuple(found)
+
     # one step
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -175,9 +204,13 @@ class FakeRunner:
                 token = self._draw(context, update)
                 if slot in self.bad_slots:
                     bad.append(len(result.tokens))
-                if state.update.params.logprobs is not None:
-                    top = tuple((token + i, -1.0 - i) for i in range(state.update.params.logprobs))
+                params = update.params
+                if params.logprobs is not None and not params.use_beam_search:
+                    top = tuple((token + i, -1.0 - i) for i in range(params.logprobs))
                     result.logprobs[len(result.tokens)] = TokenLogprobs(token, -1.0, top)
+                elif update.num_top is not None:
+                    best = self.best(context, update.num_top)
+                    result.logprobs[len(result.tokens)] = TokenLogprobs(token, _logprob(context, token), best)
                 result.tokens.append(token)
                 state.last = token
                 state.position = len(context)
@@ -261,6 +294,12 @@ class FakeRunner:
             state.last = 0
 
 
+def _logprob(context: list[int], token: int) -> float:
+    """Of a token after a context: -8 to 0, and different for each."""
+    digest = blake2b(array("q", [*context, token]).tobytes(), digest_size=8, key=b"logprob").digest()
+    return -8.0 * int.from_bytes(digest, "big") / 2**64
+
+
 def _masked(update: SlotUpdate, mask: bytes) -> SlotUpdate:
     """The slot as if its request allowed only the mask's tokens."""
     allowed = tuple(token for token in range(len(mask) * 8) if mask[token // 8] >> (token % 8) & 1)
@@ -303,5 +342,15 @@ def make_request(
         tenant=tenant,
         cache_salt=cache_salt,
     )
-    request.sequences = [Sequence(request, index) for index in range(params.n)]
+    request.sequences = [Sequence(request, index) for index in range(params.num_sequences)]
+    if params.use_beam_search:
+        request.beams = BeamSearch(
+            params.num_sequences,
+            limit,
+            (*request.end_token_ids, *params.stop_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            min_tokens=params.min_tokens,
+            num_logprobs=params.logprobs,
+        )
     return request

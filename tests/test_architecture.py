@@ -48,12 +48,11 @@ def _layer(
 
 
 LAYERS = (
-    _layer("words", "config constraint errors request plan", "", stdlib_only=True),
+    _layer("words", "beams config constraint errors request plan", "", stdlib_only=True),
     _layer(
         "pure",
-        "admission batch block_manager claims deadlines detokenizer lazy_heap metrics policy preemption prefix_cache"
-        " quarantine"
-        " residency scheduler seat simulation.* waiting",
+        "admission batch beam_groups block_manager claims deadlines detokenizer lazy_heap metrics policy preemption"
+        " prefix_cache quarantine residency results roster scheduler seat simulation.* waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
@@ -64,8 +63,8 @@ LAYERS = (
     _layer("executors", "executors.thread", "words executor", WEB | {"torch"}),
     _layer(
         "async",
-        "bad_words beams chat_template client engine grammar json_schema llm loading output pipeline prompts stream"
-        " structured tokenizer",
+        "bad_words chat_template client engine grammar intake json_schema llm loading output pipeline prompts ranking"
+        " search stream structured tokenizer",
         "words pure executor",
         WEB | {"torch"},
     ),

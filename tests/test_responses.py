@@ -170,6 +170,14 @@ async def test_items_become_the_messages_of_a_chat() -> None:
         ({"input": "a", "stream": True, "background": True}, "background"),
         ({"input": "a", "max_output_tokens": -1}, "max_output_tokens"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"input": "a", "max_tokens": 5}, "max_tokens"),
+        ({"input": "a", "include": ["everything"]}, "include[0]"),
+        ({"input": "a", "reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+        ({"input": "a", "text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"input": "a", "metadata": {"a": 1}}, "metadata"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -184,6 +192,15 @@ async def _until(app: Any, id: str, status: str) -> dict[str, Any]:
         while (body := (await get(app, f"{PATH}/{id}")).json())["status"] != status:
             await anyio.lowlevel.checkpoint()
     return dict(body)
+
+
+async def test_what_has_no_effect_is_checked_and_given_back() -> None:
+    reasoning = {"effort": "low", "summary": "auto"}
+    async with application() as app:
+        body = {"input": "a", "include": ["reasoning.encrypted_content"], "reasoning": reasoning} | GREEDY
+        reply = await post(app, PATH, body | {"text": {"verbosity": "low"}, "max_output_tokens": 2})
+    assert reply.status == 200
+    assert reply.json()["reasoning"] == reasoning
 
 
 async def test_a_background_response_runs_on_and_can_be_fetched() -> None:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
 import pytest
 
+from aserve import Tokenizer
+from aserve.tokenizer import load
 from routes.app import create_app
 from tests.asgi import Reply, call, get, post
-from tests.serving import LETTERS, VOCAB_SIZE, application, idle, joined, reasons, serving
+from tests.serving import LETTERS, VOCAB_SIZE, application, idle, joined, reasons, serving, write_tokenizer
 
 pytestmark = pytest.mark.anyio
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def _tooled() -> Tokenizer:
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ tone }}{{ messages[0].content }}"
+    with TemporaryDirectory() as name:
+        write_tokenizer(Path(name), chat_template=template)
+        return load(Path(name))
+
+
+TOOLED = _tooled()  # made at import: reading files inside a test would block its loop
 
 
 async def test_a_completion() -> None:
@@ -315,6 +331,38 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
             ("/detokenize", {"tokens": [1.5]}),
         ):
             assert (await post(app, path, body)).status == 400
+
+
+async def test_tokenize_sees_what_chat_sees() -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "chat_template_kwargs": {"tone": "ok "}}
+    async with application(tokenizer=TOOLED) as app:
+        told = await post(app, "/tokenize", chat | {"return_token_strs": True})
+        usage = (await post(app, "/v1/chat/completions", chat | {"max_tokens": 1})).json()["usage"]
+        text = (await post(app, "/detokenize", {"tokens": told.json()["tokens"], "x": 1})).json()["prompt"]
+    assert text == "weather ok hi"
+    assert usage["prompt_tokens"] == told.json()["count"]
+    assert told.headers["x-aserve-warning"] == "ignored unknown fields: return_token_strs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"best_of": 100}, "best_of", "best_of is 100"),
+        ({"best_of": 60, "max_tokens": 2000}, "max_completion_tokens", "best_of x max_completion_tokens is 60 x 2000"),
+        ({"n": 60, "max_tokens": 2000}, "max_completion_tokens", "n x max_completion_tokens is 60 x 2000"),
+        ({"max_tokens": 10**6}, "max_completion_tokens", "and max_completion_tokens is 1000000"),
+    ],
+)
+async def test_what_does_not_fit_is_named_as_the_client_named_it(fields: dict[str, int], param: str, said: str) -> None:
+    renamed = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in fields.items()}
+    async with application(num_gpu_blocks=256, max_num_seqs=64) as app:
+        error = (await post(app, "/v1/chat/completions", {"messages": HELLO, **renamed})).json()["error"]
+        plain = (await post(app, "/v1/completions", {"prompt": "a", **fields})).json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]
+    assert plain["param"] == param.replace("completion_", "")
+    assert said.replace("completion_", "") in plain["message"]
 
 
 async def test_operators_routes_answer() -> None:

@@ -116,6 +116,7 @@ def test_bad_values_of_completions_only(fields: bytes, param: str) -> None:
             "guided_regex",
         ),
         (b'"tools":"x"', "tools"),
+        (b'"tool_choice":{"type":"allowed_tools","allowed_tools":{"mode":"auto","tools":[]}}', "tool_choice"),
         (b'"functions":[]', "functions"),
         (b'"chat_template":"{{ x }}"', "chat_template"),
         (b'"continue_final_message":true,"add_generation_prompt":true', "continue_final_message"),
@@ -223,9 +224,20 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
     assert params(b"{" + MESSAGES + fields, ChatBody).max_tokens == 7
 
 
+def test_a_developer_speaks_as_the_system() -> None:
+    body = parse(b'{"messages":[{"role":"developer","content":"be brief"},{"role":"user","content":"a"}]}', ChatBody)
+    assert [message["role"] for message in body.conversation()] == ["system", "user"]
+
+
+@pytest.mark.parametrize("key", [b'"\\ud800":1', b'"logit_bias":{"\\ud800":1}'])
+def test_a_name_that_is_no_text_is_said_to_be(key: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="lone surrogate"):
+        parse(b'{"prompt":"x",' + key + b"}", CompletionBody)
+
+
 def test_values_that_ask_for_nothing_are_accepted() -> None:
     fields = b'{"prompt":"x","best_of":1,"use_beam_search":false,"suffix":"","response_format":{"type":"text"}}'
-    assert params(fields) == SamplingParams()
+    assert params(fields) == SamplingParams(best_of=1)
 
 
 def test_unknown_fields_are_named() -> None:

@@ -172,12 +172,15 @@ def test_a_plan_that_only_swaps_draws_nothing() -> None:
 SPEC = ModelSpec(2, 4, 2, 8, 32, VOCAB, 100, torch.float32)
 
 
-def test_pool_sizes_follow_the_bytes_available() -> None:
+def test_pool_sizes_follow_the_bytes_available(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(block_size=16, swap_space=0)
     per_block = 2 * 2 * 16 * 2 * 8 * 4
     sizes = memory.size_pools(config, SPEC, available=5 * per_block + 7)
     assert sizes == (5, 0, 80)
+    assert "the context is 80 tokens, what the KV pool holds, and not the model's 100" in caplog.text
+    caplog.clear()
     assert memory.size_pools(config, SPEC, available=50 * per_block).max_model_len == 100
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

@@ -608,45 +608,6 @@ def test_requests_that_fail_only_together_end_after_some_tries() -> None:
     assert "error" in {driver.ends[request.sequences[0]] for request in requests}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_paused_request_gives_its_blocks_back_and_goes_on_exactly(depth: int, caching: bool) -> None:
-    driver = Driver(depth=depth, prefix_caching=caching)
-    paused, other = (make_request(prompt(4, start), greedy(30)) for start in (10, 50))
-    driver.add(paused, other)
-    for _ in range(8):
-        driver.step()
-    driver.scheduler.pause(paused, paused=True)
-    driver.check()
-    assert driver.scheduler.stats().num_paused == 1
-    while other.sequences[0] not in driver.ends:
-        driver.step()
-    assert driver.blocks.num_used == 0
-    length = len(driver.outputs[paused.sequences[0]])
-    assert 0 < length < 15
-    driver.scheduler.pause(paused, paused=False)
-    driver.scheduler.pause(paused, paused=False)
-    driver.run()
-    assert len(driver.outputs[paused.sequences[0]]) == 30
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_paused_request_can_be_cancelled_or_pass_its_deadline(depth: int) -> None:
-    driver = Driver(depth=depth)
-    requests = [make_request(prompt(4, 10), greedy(200)), make_request(prompt(4, 50), greedy(200), deadline=12.0)]
-    driver.add(*requests)
-    for _ in range(6):
-        driver.step()
-    for request in requests:
-        driver.scheduler.pause(request, paused=True)
-    driver.scheduler.cancel(requests[0], "cancelled")
-    while requests[0].sequences[0] not in driver.ends:
-        driver.step()
-    driver.now = 13.0
-    driver.run()
-    assert [driver.ends[request.sequences[0]] for request in requests] == ["cancelled", "deadline"]
-
-
 def test_a_request_whose_reader_is_away_is_preempted_first() -> None:
     driver = Driver(num_gpu_blocks=12, max_num_seqs=4, prefix_caching=False)
     requests = [make_request(prompt(4, start), greedy(24)) for start in (10, 50, 90)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from aserve.admission import Limits, admit
 from aserve.errors import AserveError
 from aserve.executors import StepError
 from aserve.plan import StepPlan
-from aserve.request import Phase, SamplingParams, Sequence
+from aserve.request import Phase, Request, SamplingParams, Sequence
 from tests.driver import Driver
 from tests.fakes import make_request
 
@@ -57,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, **options: Any) -> None:
         self.driver = Driver(max_model_len=64, **options)
+        self.paused: list[Request] = []
         self.failures: list[str] = []  # whose fault the next steps' failures are
         self.driver.runner.before_step = self.maybe_fail
 
@@ -69,6 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared=st.integers(0, len(PREFIX)),
         own=st.lists(st.integers(10, 999), min_size=1, max_size=6),
         n=st.sampled_from([1, 1, 1, 2, 3]),
+        beams=st.sampled_from([None, None, 1, 2, 3]),
+        early_stopping=st.sampled_from([False, True, "never"]),
         max_tokens=st.sampled_from([None, 0, 1, 2, 7, 20]),
         seed=st.integers(0, 3),
         min_tokens=st.sampled_from([0, 0, 3]),
@@ -83,6 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared: int,
         own: list[int],
         n: int,
+        beams: int | None,
+        early_stopping: Any,
         max_tokens: int | None,
         seed: int,
         min_tokens: int,
@@ -95,10 +101,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         now = self.driver.now
         if max_tokens is not None:
             min_tokens = min(min_tokens, max_tokens)
+        params = SamplingParams(temperature=1.0, n=n, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
+        if beams is not None and max_tokens != 0:
+            params = replace(
+                params, n=min(n, beams), best_of=beams, use_beam_search=True, early_stopping=early_stopping
+            )
         add_request(
             self.driver,
             (*PREFIX[:shared], *own),
-            SamplingParams(temperature=1.0, n=n, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens),
+            params,
             priority=priority,
             tenant=tenant,
             cache_salt=salt,
@@ -122,15 +133,34 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: bool(unfinished(self.driver)))
     @rule(pick=st.integers(0, 100))
+    def change_pace(self, pick: int) -> None:
+        left = unfinished(self.driver)
+        request = left[pick % len(left)].request
+        if request in self.paused:
+            self.paused.remove(request)
+            self.driver.scheduler.pause(request, paused=False)
+        else:
+            self.paused.append(request)
+            self.driver.scheduler.pause(request, paused=True)
+
+    @precondition(lambda self: bool(unfinished(self.driver)))
+    @rule(pick=st.integers(0, 100))
+    def leave_or_return(self, pick: int) -> None:
+        left = unfinished(self.driver)
+        request = left[pick % len(left)].request
+        request.detached = not request.detached
+
+    @precondition(lambda self: bool(unfinished(self.driver)))
+    @rule(pick=st.integers(0, 100))
     def cancel(self, pick: int) -> None:
         left = unfinished(self.driver)
         self.driver.scheduler.cancel(left[pick % len(left)].request, "cancelled")
 
-    @precondition(lambda self: any(each.output for each in unfinished(self.driver)))
     @rule(pick=st.integers(0, 100))
     def find_stop_string(self, pick: int) -> None:
-        left = [each for each in unfinished(self.driver) if each.output]
-        self.driver.finish(left[pick % len(left)])
+        left = [each for each in unfinished(self.driver) if each.output and each.request.beams is None]
+        if left:
+            self.driver.finish(left[pick % len(left)])
 
     @rule(fault=st.sampled_from(["one", "none", "all"]))
     def fail_next_step(self, fault: str) -> None:
@@ -148,6 +178,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             self.failures.clear()
+            for request in self.paused:
+                self.driver.scheduler.pause(request, paused=False)
             self.driver.run()
 
 
@@ -178,6 +210,8 @@ def test_a_pool_under_pressure_changes_no_output(depth: int, preemption: Any, nu
         for _ in range(10):
             prompt = (*PREFIX[: rng.randint(0, 6)], *(rng.randrange(10, 999) for _ in range(rng.randint(1, 5))))
             params = SamplingParams(temperature=1.0, seed=rng.randrange(9), n=rng.choice([1, 1, 3]), max_tokens=30)
+            if rng.random() < 0.3:
+                params = replace(params, best_of=3, use_beam_search=True)
             if not add_request(driver, prompt, params, priority=rng.choice([0, 0, 1])):
                 add_request(driver, prompt, SamplingParams(temperature=1.0, max_tokens=30, seed=1))
             for _ in range(rng.randint(0, 3)):

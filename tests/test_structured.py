@@ -66,6 +66,21 @@ async def test_what_is_left_behind_takes_up_a_place_until_it_ends(stuck: Stuck) 
     assert await outputs.constraints(DIGITS, 1)
 
 
+async def test_it_is_prepared_in_the_first_idle_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aserve.structured.IDLE_SECONDS", 0.0)
+    grammars = Grammars(TOKENIZER)
+    outputs = StructuredOutputs(grammars)
+    streams = ["one"]
+    outputs.build_when(lambda: not streams)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not grammars.built
+    streams.clear()
+    while not grammars.built:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    outputs.close()
+
+
 async def test_each_choice_has_a_constraint_of_its_own() -> None:
     constraints = await StructuredOutputs(Grammars(TOKENIZER)).constraints(DIGITS, 3)
     assert len(set(map(id, constraints))) == 3
@@ -147,7 +162,7 @@ async def test_a_compiler_that_breaks_ends_its_request(monkeypatch: pytest.Monke
 
 async def test_greedy_text_goes_on_while_a_grammar_compiles(stuck: Stuck) -> None:
     async with fake_engine() as engine:
-        engine._structured = StructuredOutputs(stuck)
+        engine._intake.structured = StructuredOutputs(stuck)
         waiting = asyncio.ensure_future(
             engine.submit("abc", SamplingParams(structured=StructuredOutput("regex", "stuck")))
         )

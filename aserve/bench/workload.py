@@ -21,13 +21,13 @@ class Item(NamedTuple):
 
 def lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
     """(prompt, output) lengths."""
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # nosec B311 # no secret
     return [(_length(draw, 4.8, 1.0), _length(draw, 4.9, 0.8)) for _ in range(count)]
 
 
 def chat(count: int, vocab_size: int, seed: int = 0) -> list[Item]:
     """`count` requests over a vocabulary."""
-    draw = random.Random(seed + 1)
+    draw = random.Random(seed + 1)  # nosec B311 # no secret
     return [
         Item([draw.randrange(FIRST_ID, vocab_size) for _ in range(prompt_len)], output_len)
         for prompt_len, output_len in lengths(count, seed)

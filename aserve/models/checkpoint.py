@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-import pickle
+import pickle  # nosec B403 # for its error; torch reads such files, with weights_only
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

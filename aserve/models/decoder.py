@@ -56,7 +56,8 @@ class Decoder:
             head = weights.matrix(["lm_head.weight"], [config.vocab_size], config.hidden_size)
         self._head = PackedLinear(head)
         del head
-        tables = {layer.rope: cos_sin_table(layer.rope, num_positions, weights.device) for layer in config.layers}
+        ropes = {layer.rope for layer in config.layers}  # two at most: a long table takes as long as a layer to make
+        tables = {rope: cos_sin_table(rope, num_positions, weights.device) for rope in ropes}
         self._layers = [
             Layer(config, layer, tables[layer.rope], f"model.layers.{index}", weights, kernels)
             for index, layer in enumerate(config.layers)

@@ -213,7 +213,8 @@ def _from_hub(model: str, report: Progress, allow_pickle: bool) -> Path:
         from huggingface_hub import snapshot_download
 
         patterns = [*_HUB_PATTERNS, "*.bin"] if allow_pickle else _HUB_PATTERNS
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        directory = snapshot_download(model, allow_patterns=patterns)  # nosec B615 # whose model, the user says
+        return Path(directory)
     except Exception as error:  # a dozen types: network, HTTP, validation, gated, missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

@@ -154,14 +154,16 @@ def _load(
     """transformers' model, for inference, on the device."""
     try:
         if dummy:
-            config = transformers.AutoConfig.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+            config = transformers.AutoConfig.from_pretrained(  # nosec B615 # a directory
+                files.directory, trust_remote_code=trust_remote_code
+            )
             with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
                 torch.manual_seed(seed)
                 causal = transformers.AutoModelForCausalLM.from_config(
                     config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=trust_remote_code
                 )
         else:
-            causal = transformers.AutoModelForCausalLM.from_pretrained(
+            causal = transformers.AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory
                 files.directory,
                 dtype=dtype,
                 attn_implementation=_ATTENTION,

@@ -134,7 +134,7 @@ ARRIVALS: dict[str, Callable[[Load, random.Random], Iterator[float]]] = {
 
 def generate(kind: str, load: Load) -> Iterator[TraceRequest]:
     """Requests that arrive as `kind` says: "poisson", "steady" (evenly) or "burst" (at once)."""
-    rng = random.Random(f"{kind}{load}")
+    rng = random.Random(f"{kind}{load}")  # nosec B311 # no secret
 
     def draw(median: float) -> int:
         return max(1, min(load.longest, round(median * math.exp(load.sigma * rng.gauss(0.0, 1.0)))))

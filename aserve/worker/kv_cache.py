@@ -6,7 +6,9 @@ are trusted; the last device block is scratch, where padding rows write, and no 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 from aserve.models import KVCache, ModelSpec
 from aserve.plan import BlockCopy
 from aserve_kernels import Kernels
+
+_RATE_BYTES = 32 << 20  # moved each way to measure the copy rate
 
 
 def block_bytes(spec: ModelSpec, block_size: int) -> int:
@@ -56,23 +60,66 @@ class KVPools:
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
         """Device blocks (sources) to host blocks (targets), in stream order on CUDA."""
+        if self._device.type == "cpu":
+            sources, targets = _columns(copies)
+            for part, cache in enumerate(self._flat):
+                _bytes(self.host)[targets, part] = _bytes(cache)[sources]
+            return
         blocks = torch.tensor([copy.source for copy in copies], dtype=torch.int64, device=self._device)
         staged = self._kernels.gather_blocks(self._flat, blocks).transpose(0, 1).contiguous()
-        for part, copy in zip(staged, copies, strict=True):
-            self.host[copy.target].copy_(part, non_blocking=True)
+        for each, copy in zip(staged, copies, strict=True):
+            self.host[copy.target].copy_(each, non_blocking=True)
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Host blocks (sources) to device blocks (targets)."""
+        if self._device.type == "cpu":
+            sources, targets = _columns(copies)
+            for part, cache in enumerate(self._flat):
+                _bytes(cache)[targets] = _bytes(self.host)[sources, part]
+            return
         staged = torch.empty((len(copies), *self.host.shape[1:]), dtype=self.host.dtype, device=self._device)
-        for part, copy in zip(staged, copies, strict=True):
-            part.copy_(self.host[copy.source], non_blocking=True)
+        for each, copy in zip(staged, copies, strict=True):
+            each.copy_(self.host[copy.source], non_blocking=True)
         blocks = torch.tensor([copy.target for copy in copies], dtype=torch.int64, device=self._device)
         self._kernels.scatter_blocks_(self._flat, blocks, staged.transpose(0, 1))
+
+    def measure_copy_rate(self) -> float:
+        """Bytes a second between the pools, out and in again; call before any block is owned. Infinite without a host
+        pool: nothing is ever copied."""
+        block_bytes = self.host[:1].nbytes
+        count = min(len(self.host), self.scratch_block, max(1, _RATE_BYTES // max(1, block_bytes)))
+        if not count:
+            return float("inf")
+        copies = [BlockCopy(block, block) for block in range(count)]
+        self.swap_out(copies)  # zeros; memory is taken at its first write
+        self.swap_in(copies)
+        self._synchronize()
+        start = time.perf_counter()
+        self.swap_out(copies)
+        self.swap_in(copies)
+        self._synchronize()
+        return 2 * count * block_bytes / (time.perf_counter() - start)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def scrub(self, blocks: Tensor) -> None:
         """Replaces non-finite keys and values of these blocks by zero, so that whoever owns them next is not hurt."""
         for cache in self._flat:
             cache.index_copy_(0, blocks, cache.index_select(0, blocks).nan_to_num_(0.0, 0.0, 0.0))
+
+
+def _columns(copies: Sequence[BlockCopy]) -> tuple[Any, Any]:
+    """Sources and targets."""
+    table = np.array(copies, dtype=np.int64)
+    return table[:, 0], table[:, 1]
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The tensor's memory for numpy, which copies it on this thread alone: torch would wait for a team of threads, and
+    a busy machine makes that longer than the copy."""
+    return tensor.view(torch.uint8).numpy()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

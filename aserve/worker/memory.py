@@ -5,6 +5,7 @@ Sizes that cannot work raise ConfigError with the numbers and the option to chan
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from aserve.errors import ConfigError
 from aserve.models import ModelSpec
 from aserve.worker.kv_cache import block_bytes
 
+logger = logging.getLogger("aserve.worker")
 GIB = 1 << 30
 _OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory", re.IGNORECASE)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -86,6 +88,13 @@ def size_pools(config: EngineConfig, spec: ModelSpec, *, available: int) -> Pool
     capacity = num_gpu_blocks * config.block_size
     longest = spec.max_position_embeddings
     if config.max_model_len is None:
+        if longest > capacity:
+            logger.warning(
+                "the context is %d tokens, what the KV pool holds, and not the model's %d: "
+                "raise --kv-cache-memory or --gpu-memory-utilization for more",
+                capacity,
+                longest,
+            )
         longest = min(longest, capacity)
     elif config.max_model_len > longest:
         raise ConfigError(

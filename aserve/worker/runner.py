@@ -110,6 +110,7 @@ class ModelRunner:
             max_num_seqs=self.limits.max_num_seqs,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             block_bytes=block_bytes(spec, config.block_size),
+            copy_rate=self.pools.measure_copy_rate(),
             startup_seconds=time.perf_counter() - began,
         )
 

@@ -167,17 +167,18 @@ class Sampler:
 
     def _extras_of(self, update: SlotUpdate) -> Extras | None:
         params = update.params
+        logprobs = params.logprobs if update.num_top is None else update.num_top
         ends = {*update.end_token_ids, *params.stop_token_ids} if params.min_tokens else ()
         if not (
             ends
             or params.needs_token_counts
             or params.logit_bias
             or params.allowed_token_ids is not None
-            or params.logprobs is not None
+            or logprobs is not None
             or params.prompt_logprobs is not None
         ):
             return None
-        extras = Extras(params.logprobs, params.prompt_logprobs)
+        extras = Extras(logprobs, params.prompt_logprobs)
         if ends:
             extras.min_tokens = params.min_tokens
             extras.ends = self._ids(sorted(ends))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aserve import ConfigError, EngineConfig
-from routes.server import ServerOptions, bind, serve
+from routes.server import bind, serve
+from routes.server_options import ServerOptions
 
 
 def test_a_busy_port_is_found_before_anything_is_loaded() -> None:

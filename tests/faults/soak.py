@@ -7,16 +7,23 @@ left with.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from tests.faults.wire import Wire, fetch, read_text, stream_text
+from tests.faults.wire import Drip, Wire, connect, fetch, read_text, request_bytes, stream_text
 
 PROMPTS = ("abc", "the sea ", "0123456789", "Ein Satz, ")
 NUM_USERS = 24
+NUM_SLOW = 16  # streams read at SLOW bytes a second from the first minute to the last
+SLOW = 100
+NUM_SILENT = 16  # connections on which nothing happens, or half of a request
+LONG = 1500  # tokens: more than the system and the server hold for a reader
 BURST = 240  # at once, every BURST_SECONDS: ten times the usual
 BURST_SECONDS = 15.0
 
@@ -29,6 +36,7 @@ class Soak:
         self.random = random.Random(seed)
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.rates: list[float] = []  # bytes a second, of those that were slow
         self.texts: dict[tuple[str, int], str] = {}  # what each request gave on a quiet server
 
     async def run(self, seconds: float) -> None:
@@ -36,8 +44,13 @@ class Soak:
         for prompt in PROMPTS:
             for length in (20, 150):
                 self.texts[prompt, length] = await stream_text(self.url, self.body(prompt, length))
+        self.texts[PROMPTS[0], LONG] = await stream_text(self.url, self.body(PROMPTS[0], LONG))
         end = time.monotonic() + seconds
         async with asyncio.TaskGroup() as tasks:
+            for _ in range(NUM_SLOW):
+                tasks.create_task(self.visit(partial(self.slow, seconds), seconds + 120))
+            for _ in range(NUM_SILENT):
+                tasks.create_task(self.visit(partial(self.silent, seconds), seconds + 120))
             for _ in range(NUM_USERS):
                 tasks.create_task(self.user(end))
             while (left := end - time.monotonic()) > 0:
@@ -48,8 +61,9 @@ class Soak:
     async def user(self, end: float) -> None:
         kinds = [self.normal] * 6 + [
             self.collected,
-            self.slow,
+            self.talking,
             self.half_open,
+            self.half_closed,
             self.leaving,
             self.leaving_rudely,
             self.malformed,
@@ -61,13 +75,14 @@ class Soak:
         while time.monotonic() < end:
             await self.visit(self.random.choice(kinds))
 
-    async def visit(self, kind: Callable[[], Awaitable[None]]) -> None:
+    async def visit(self, kind: Callable[[], Awaitable[None]], seconds: float = 120) -> None:
+        name = getattr(kind, "func", kind).__name__
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(seconds):
                 await kind()
         except Exception as error:
-            self.wrong.append(f"{kind.__name__}: {type(error).__name__}: {error}")
-        self.done[kind.__name__] += 1
+            self.wrong.append(f"{name}: {type(error).__name__}: {error}")
+        self.done[name] += 1
 
     def body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
@@ -91,19 +106,51 @@ class Soak:
         self.check(request, await stream_text(self.url, self.body(*request)))
 
     async def collected(self) -> None:
-        status, _ = await fetch(self.url, "POST", "/v1/completions", {**self.body("abc", 30), "stream": False})
+        request = self.pick()
+        status, body = await fetch(self.url, "POST", "/v1/completions", {**self.body(*request), "stream": False})
+        assert status == 200
+        self.check(request, json.loads(body)["choices"][0]["text"])
+
+    async def talking(self) -> None:
+        """A chat turn, or a response in the background that nobody asks for again."""
+        said = [{"role": "user", "content": "abc"}]
+        body = {"messages": said, "max_tokens": 30, "temperature": 0}
+        path = "/v1/chat/completions"
+        if self.random.random() < 0.5:
+            path, body = "/v1/responses", {"input": said, "max_output_tokens": 30, "background": True}
+        status, _ = await fetch(self.url, "POST", path, body)
         assert status == 200
 
-    async def slow(self) -> None:
-        """100 bytes a second for a while, then all of the rest."""
-        request = self.pick()
-        wire = await self.opened(self.body(*request), receive_buffer=2048)
+    async def slow(self, seconds: float) -> None:
+        """Much too slow all the time; then the rest at once, and not a character is missing."""
+        request = PROMPTS[0], LONG
+        drip = await Drip.open(self.url, request_bytes("POST", "/v1/completions", self.body(*request)))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        wire: Drip | Wire = drip
+        try:
+            await drip.read(SLOW, began + seconds)
+            self.rates.append(len(drip.received) / (loop.time() - began))
+            wire = rest = await drip.rest()
+            await rest.head()
+            self.check(request, await read_text(rest))
+        finally:
+            wire.close()
+
+    async def silent(self, seconds: float) -> None:
+        """Says nothing, or a part of a request's head. The server may hang up."""
+        sock = await connect(self.url)
+        with sock:
+            await asyncio.get_running_loop().sock_sendall(sock, self.random.choice([b"", b"POST /v1/comp"]))
+            await asyncio.sleep(seconds)
+
+    async def half_closed(self) -> None:
+        """Says that it will send no more, and reads on for a while: over HTTP that may mean that it is gone."""
+        wire = await self.opened(self.body("abc", 2000))
         try:
             await wire.head()
-            for _ in range(self.random.randrange(5)):
-                await asyncio.sleep(1)
-                await wire.read_late(100)
-            self.check(request, await read_text(wire))
+            wire.writer.get_extra_info("socket").shutdown(socket.SHUT_WR)
+            await wire.reader.read(5000)
         finally:
             wire.close()
 

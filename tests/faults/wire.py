@@ -10,6 +10,7 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,25 +29,25 @@ class Wire:
     @classmethod
     async def open(cls, url: str, *, receive_buffer: int | None = None) -> Wire:
         """Connects. A small receive buffer makes a slow reader felt soon."""
-        parts = urlsplit(url)
-        sock = socket.socket()
-        if receive_buffer is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.setblocking(False)
+        return await cls.take_over(await connect(url, receive_buffer=receive_buffer))
+
+    @classmethod
+    async def take_over(cls, sock: socket.socket, received: bytes = b"") -> Wire:
+        """Reads on from a connection, of which `received` was read already."""
+        reader = asyncio.StreamReader()
+        reader.feed_data(received)
+        loop = asyncio.get_running_loop()
+        protocol = asyncio.StreamReaderProtocol(reader)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
-            reader, writer = await asyncio.open_connection(sock=sock, limit=4096 if receive_buffer else 2**16)
+            transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
         except BaseException:
             sock.close()
             raise
-        return cls(reader, writer)
+        return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
     async def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> None:
         """Sends a request; `body` is JSON, or bytes as they are."""
-        raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        lines = [f"{method} {path} HTTP/1.1", "host: test", f"content-length: {len(raw)}"]
-        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
-        self.writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + raw)
+        self.writer.write(request_bytes(method, path, body, headers))
         await self.writer.drain()
 
     async def head(self) -> int:
@@ -93,12 +94,6 @@ class Wire:
                     data = ""
                     yield last if last == "[DONE]" else json.loads(last)
 
-    async def read_late(self, size: int) -> None:
-        """Takes that many bytes from the connection, and keeps them for whoever reads next."""
-        data = await self.reader.read(size)
-        rest, self.reader._buffer = bytes(self.reader._buffer), bytearray()  # type: ignore[attr-defined]
-        self.reader._buffer = bytearray(data + rest)  # type: ignore[attr-defined]
-
     def close(self, *, reset: bool = False) -> None:
         """Hangs up; with `reset` the hard way."""
         if reset:
@@ -106,6 +101,69 @@ class Wire:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
             self.writer.transport.abort()
         self.writer.close()
+
+
+class Drip:
+    """A connection that takes what it is told to and no more: it has no buffer, and the system little for it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.received = b""
+
+    @classmethod
+    async def open(cls, url: str, request: bytes) -> Drip:
+        """Connects and sends."""
+        sock = await connect(url, receive_buffer=1)  # the system makes it as small as it goes
+        await asyncio.get_running_loop().sock_sendall(sock, request)
+        return cls(sock)
+
+    async def read(self, rate: int, until: float) -> None:
+        """Takes exactly `rate` bytes each second, until that time of the loop's clock or the end."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while due < until:
+                    due += 1.0
+                    left = rate
+                    while left:
+                        data = await loop.sock_recv(self.sock, left)
+                        if not data:
+                            return
+                        left -= len(data)
+                        self.received += data
+                    await asyncio.sleep(due - loop.time())
+
+    async def rest(self) -> Wire:
+        """As fast as it comes from here on, with what was taken before."""
+        return await Wire.take_over(self.sock, self.received)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self.sock.close()
+
+
+async def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:
+    """A connection that does not block."""
+    parts = urlsplit(url)
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def request_bytes(method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
+    """A request as it goes over the wire; `body` is JSON, or bytes as they are."""
+    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "host: test", f"content-length: {len(raw)}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
 
 
 async def fetch(
