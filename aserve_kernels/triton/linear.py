@@ -194,7 +194,8 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
         assert tile is not None
         tile["BLOCK_N"] //= 2  # as many rows of weight in a program as without an activation
         return small_linear(x, weight, bias, activation, gated=True, **tile)
-    if MAX_TOKENS < x.shape[0] <= 128 and weight.shape[0] >= 16384 and wide.takes(x, weight):
+    full = x.shape[0] > MAX_TOKENS and -x.shape[0] % 128 < 32  # the library's tiles fit other counts better
+    if full and weight.shape[0] >= 16384 and wide.takes(x, weight):
         return wide.linear(x, weight, bias, activation, gated=True, tokens=128, outputs=128, depth=64, warps=8)
     return gated_mlp(linear(x, weight, bias), activation)
 

@@ -172,7 +172,7 @@ def linear_cases() -> list[Case]:
                     return lambda: call(x, weight)
 
                 cases.append((f"linear {kind} {name} {t}", make, n * k * 2.0, 2.0 * n * k * t))
-    for t in (96, 128):
+    for t in (104, 128, 256):
         for kind, product in (("aserve", gated_linear), ("cublas", None)):
 
             def gated(_: int, t: int = t, product: Any = product) -> Callable[[], object]:
