@@ -181,7 +181,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
         tile = _tile(x.shape[0], *weight.shape)
         if tile is not None:
             return small_linear(x, weight, bias, activation, **tile)
-    elif weight.shape[0] <= 2048 and wide.takes(x, weight):
+    elif weight.shape[0] <= 1024 and weight.shape[1] <= 4096 and wide.takes(x, weight):
         return wide.linear(x, weight, bias, activation, tokens=64, outputs=32, depth=256, warps=4)
     out = functional.linear(x, weight, bias)
     return out if activation is None else activated_(out, activation)
