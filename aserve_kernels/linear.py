@@ -75,8 +75,8 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 class GatedLinear:
     """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U], or G and U apart, and bias [2F] = [g | u].
 
-    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernel does for one token;
-    otherwise `gated_mlp` (ops.Kernels') follows one product.
+    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernels do for one token
+    and for some larger counts; otherwise `gated_mlp` (ops.Kernels') follows one product.
     """
 
     __slots__ = ("_activation", "_bias", "_few", "_fused", "_gate", "_gated_mlp", "_up")

@@ -235,9 +235,8 @@ def _limit_kernel(
         return
     column = tl.arange(0, BLOCK)
     maxima = tl.full([BLOCK], float("-inf"), tl.float32)
-    ahead = tl.arange(0, 4)[:, None] * BLOCK + column[None, :]  # as many loads in flight
-    for start in range(0, V, 4 * BLOCK):
-        maxima = tl.maximum(maxima, tl.max(_load(logits_ptr, start + ahead, V), axis=0))
+    for start in range(0, V, BLOCK):
+        maxima = tl.maximum(maxima, _load(logits_ptr, start + column, V))
     best = tl.max(maxima, axis=0)
     top = (_ordered(best) >> SHIFT).to(tl.int64)
     floor = (LOWEST >> SHIFT) + 0 * top
@@ -255,14 +254,14 @@ def _limit_kernel(
         wanted = tl.minimum(k, GATHERED)
         reach = _value(_kth_largest(maxima, wanted, floor, top, SHIFT), SHIFT)
         mass = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, V, 4 * BLOCK):
-            at = start + ahead
+        for start in range(0, V, BLOCK):
+            at = start + column
             x = _load(logits_ptr, at, V)
             near = (x >= reach) & (at < V)
             slot = tl.atomic_add(count_ptr + row + at * 0, 1, mask=near, sem="relaxed", scope="cta")
             tl.store(ids_ptr + slot, at, mask=near & (slot < CANDIDATES))
             if TOP_P:
-                mass += tl.sum(tl.exp((x - best) / temperature), axis=0)
+                mass += tl.exp((x - best) / temperature)
         tl.debug_barrier()  # every thread's candidates are written
         count = tl.load(count_ptr + row, cache_modifier=".cg")
         total = tl.sum(mass, axis=0)
