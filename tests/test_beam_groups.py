@@ -1,7 +1,8 @@
-"""Beam searches in the scheduler: forked tables, one group in and out of memory, the prompt computed and stored once."""
+"""Beam searches in the scheduler: forked tables, one group in and out of memory, the prompt computed once."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -216,7 +217,7 @@ def test_a_group_that_narrows_keeps_its_slots_and_widens_again(preemption: Any) 
             if interrupted and preemption is not None and step % 3 == 2 and seats:
                 preempt(driver, request)
         assert not driver.scheduler.num_unfinished and driver.blocks.num_used == 0
-        changes = [after - before for before, after in zip(widths, widths[1:], strict=False)]
+        changes = [after - before for before, after in pairwise(widths)]
         assert min(changes) < 0 < max(changes)
         found.append(request.beams.beams())
     assert found[0] == found[1] and len(found[0]) == 4
