@@ -14,10 +14,12 @@ from aserve_kernels import triton_ops
 from aserve_kernels.ops import AttentionMeta
 from aserve_kernels.triton.attention import decode_attention
 from aserve_kernels.triton_ops import (
+    add_layer_norm_,
     add_rms_norm_,
     copy_blocks_,
     gated_mlp,
     gather_blocks,
+    layer_norm,
     rms_norm,
     rotary_kv_write_,
     sample,
@@ -29,10 +31,12 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 from flash_attn.cute.interface import _flash_attn_fwd  # writes into a given tensor; no autograd
 
 __all__ = [
+    "add_layer_norm_",
     "add_rms_norm_",
     "copy_blocks_",
     "gated_mlp",
     "gather_blocks",
+    "layer_norm",
     "paged_attention",
     "rms_norm",
     "rotary_kv_write_",

@@ -61,6 +61,14 @@ class Kernels(Protocol):
         """residual += x in place; returns rms_norm(residual)."""
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """x [..., H] less its mean, scaled to unit variance in float32, times weight plus bias."""
+        ...
+
+    def add_layer_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """residual += x in place; returns layer_norm(residual)."""
+        ...
+
     def gated_mlp(self, gate_up: Tensor, activation: str) -> Tensor:
         """act(gate) * up for gate_up [T, 2F] = [gate | up]; activation "silu", "gelu_tanh" or "gelu"."""
         ...

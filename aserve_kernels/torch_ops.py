@@ -17,10 +17,12 @@ from aserve_kernels.ops import AttentionMeta
 from aserve_kernels.torch_sample import sample
 
 __all__ = [
+    "add_layer_norm_",
     "add_rms_norm_",
     "copy_blocks_",
     "gated_mlp",
     "gather_blocks",
+    "layer_norm",
     "paged_attention",
     "rms_norm",
     "rotary_kv_write_",
@@ -50,6 +52,15 @@ def _constant(value: float, device: torch.device) -> Tensor:
 def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     residual += x
     return rms_norm(residual, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_layer_norm_(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    residual += x
+    return layer_norm(residual, weight, bias, eps)
 
 
 def gated_mlp(gate_up: Tensor, activation: str) -> Tensor:

@@ -1,14 +1,17 @@
 """One connection: uvicorn's HTTP/1.1 protocol over httptools, within bounds that those two leave to others.
 
 server.py gives it to uvicorn. A head, trailers and the framing of chunks are bounded in bytes, a request that does not
-arrive is bounded in time, requests sent ahead in number, and bodies on their way in bytes over all connections.
-Trailers are not headers: nobody who checked the headers has seen them. An offer to upgrade is declined, and the request
-served as it is. Nothing here is on the way of a token.
+arrive is bounded in time, requests sent ahead in number, and bodies on their way in bytes over all connections. A
+client that takes nothing of what is there for it is cut; one that takes it slowly, however slowly, is not. Trailers
+are not headers: nobody who checked the headers has seen them. An offer to upgrade is declined, and the request served
+as it is. Nothing here is on the way of a token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import Any, ClassVar
 
 import httptools
@@ -21,6 +24,9 @@ MAX_HEAD_BYTES = 64 << 10  # of a head, and of framing and trailers beyond what 
 MAX_PIPELINED = 16  # each with at most _SLICE bytes of body until its turn comes
 MAX_INCOMING_BYTES = 256 << 20  # of bodies that are not whole yet
 REQUEST_SECONDS = 60.0  # from the first byte of a request to its last, and for the first request to begin
+DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
+_LOOKS = 5  # in that time
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")  # of linux/tcp.h: tcpi_unacked, tcpi_bytes_acked, tcpi_notsent_bytes
 _SLICE = 64 << 10  # bytes parsed before the bounds are looked at
 
 
@@ -47,14 +53,18 @@ class Protocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the request being served; `cycle` is the latest to come
         self._refusal: AserveError | None = None
         self._late: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._num_taken, self._taken_at = 0, 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch()
+        self._look_at_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._late is not None:
-            self._late.cancel()
+        for timer in (self._late, self._look):
+            if timer is not None:
+                timer.cancel()
         self._forget_body()
         self._disconnect()
         super().connection_lost(exc)
@@ -129,7 +139,7 @@ class Protocol(HttpToolsProtocol):
         self._fed += len(body)
         self._num_body += len(body)
         Protocol.num_incoming += len(body)
-        if self.cycle is not self._running and len(self.cycle.body) > _SLICE:
+        if self.cycle is not self._running and len(self.cycle.body) + len(body) > _SLICE:
             raise self._stop(InvalidRequestError("a body this large must wait for the answer before it"))
         super().on_body(body)
 
@@ -186,6 +196,31 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
             self._disconnect()
 
+    def _look_at_client(self) -> None:
+        """The system's own timeout (TCP_USER_TIMEOUT) cuts those who are slow, too: it counts from when the window
+        last had room for all that was sent at once."""
+        num_taken, waiting = _progress(self.transport)
+        now = self.loop.time()
+        if num_taken != self._num_taken or not waiting:
+            self._num_taken, self._taken_at = num_taken, now
+        elif now - self._taken_at >= DEAF_SECONDS:
+            self._disconnect()
+            sock = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # or the system would wait on
+            self.transport.abort()
+            return
+        self._look = self.loop.call_later(DEAF_SECONDS / _LOOKS, self._look_at_client)
+
     def _forget_body(self) -> None:
         Protocol.num_incoming -= self._num_body
         self._num_body = 0
+
+
+def _progress(transport: asyncio.Transport) -> tuple[int, bool]:
+    """How many bytes the client's system has taken, and whether some wait for it (Linux; elsewhere none ever do)."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or not hasattr(socket, "TCP_INFO"):
+        return 0, False
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    num_unacked, num_taken, num_unsent = _TCP_INFO.unpack(info)
+    return num_taken, bool(num_unacked or num_unsent or transport.get_write_buffer_size())

@@ -194,6 +194,8 @@ class Sessions:
             self._end(session)
             return
         if whole:
+            for stream in session.events.streams:  # those that an error cut short
+                stream.cancel()
             self._live.remove(record)
             self._keep(session)
         else:

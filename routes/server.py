@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -38,7 +40,7 @@ log = logging.getLogger("aserve.server")
 _CLOSE_SECONDS = 5.0  # for the last error events to reach slow readers
 _SWITCH_INTERVAL = 1e-4  # seconds that the event loop may keep the interpreter from the model thread
 _UNSENT_BYTES = 64 << 10
-_DEAF_SECONDS = 300.0  # a client that has taken nothing for so long is gone
+_PROBE_SECONDS, _NUM_PROBES = 60, 4  # of a connection on which nothing is said
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> int:
@@ -49,7 +51,17 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL)
     _allow_many_connections()
     with logging_to_stderr(options.log_level, options.log_format), bind(options.host, options.port) as listener:
-        return serve_engine(Engine(config), listener, options)
+        status = serve_engine(Engine(config), listener, options)
+    _leave_threads_behind(status)
+    return status
+
+
+def _leave_threads_behind(status: int) -> None:
+    """Ends the process now where a thread goes on: one that converts a model would hold the exit up for minutes, and
+    one that hangs in a step could break it. What they write appears whole or not at all."""
+    if threading.active_count() > 1:
+        logging.shutdown()
+        os._exit(status)
 
 
 def _allow_many_connections() -> None:
@@ -130,9 +142,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _bound_connections(listener: socket.socket) -> None:
     """What every accepted connection inherits: the system holds little that a slow client has not taken, so that the
-    server sees that it is slow; and a client that is gone without a word is noticed."""
+    server sees that it is slow; and a client that is gone without a word is noticed in minutes."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_NOTSENT_LOWAT", _UNSENT_BYTES), ("TCP_USER_TIMEOUT", int(_DEAF_SECONDS * 1000))):
+    for name, value in (
+        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
+        ("TCP_KEEPIDLE", _PROBE_SECONDS),
+        ("TCP_KEEPINTVL", _PROBE_SECONDS),
+        ("TCP_KEEPCNT", _NUM_PROBES),
+    ):
         if hasattr(socket, name):  # Linux
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -1,8 +1,8 @@
 """`aserve serve` over the fake model, in a process of its own: python -m tests.serve_fake PORT [JSON].
 
 The JSON object has fields of ServerOptions and of EngineConfig, and `fault`: what goes wrong once a request's prompt
-begins with "!" (see FaultyRunner). A step takes `step` seconds (5 ms), so that signals arrive while streams are open.
-SIGUSR1 prints how many tasks the loop has.
+begins with "!" (see FaultyRunner). A step takes `step` seconds (5 ms), so that signals arrive while streams are open;
+a client is gone after `deaf_seconds` in which it takes nothing. SIGUSR1 prints how many tasks the loop has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from aserve import Engine, EngineConfig
 from aserve.executors.thread import ThreadExecutor
+from routes import protocol
 from routes.logs import logging_to_stderr
 from routes.server import bind, serve_engine
 from routes.server_options import ServerOptions
@@ -27,6 +28,7 @@ from tests.serving import TOKENIZER, VOCAB_SIZE
 
 def main(port: int, given: dict[str, Any]) -> int:
     fault, step = given.pop("fault", None), given.pop("step", 0.005)
+    protocol.DEAF_SECONDS = given.pop("deaf_seconds", protocol.DEAF_SECONDS)
     max_model_len = given.pop("max_model_len", 4096)
     names = {field.name for field in dataclasses.fields(ServerOptions)}
     options = ServerOptions(

@@ -170,6 +170,25 @@ async def test_delete_ends_a_request_despite_its_grace() -> None:
         await ends_as(engine, gated, "cancelled")
 
 
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "abd"]])
+async def test_delete_ends_a_request_whose_client_reads_despite_its_grace(prompt: Any) -> None:
+    """No time passes before its memory is free."""
+    gated = Gated(5)
+    async with serving(runner=gated.runner) as engine, anyio.create_task_group() as tasks:
+        app = create_app(engine)
+
+        def on_message(reply: Reply) -> None:
+            if len(reply.messages) == 3:
+                tasks.start_soon(call, app, "DELETE", f"/v1/requests/{reply.headers['x-stream-id']}")
+
+        body = {**BODY, "prompt": prompt, "max_tokens": 900}
+        reply = await post(app, "/v1/completions", body, headers=GRACE, on_message=on_message)
+        assert reply.events()[-1]["error"]["code"] == "request_cancelled"
+        gated.gate.set()
+        await idle(engine)
+        assert engine.metrics.outcomes["cancelled"] == (1 if isinstance(prompt, str) else 2)
+
+
 async def test_a_deadline_ends_a_request_despite_its_grace_and_the_client_learns_it() -> None:
     gated = Gated(5)
     async with serving(runner=gated.runner) as engine:

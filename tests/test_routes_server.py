@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,13 @@ def test_an_app_of_the_users_own_takes_the_place_of_ours() -> None:
     for name in ("no_such_module:create_app", "json:no_such_name", ":"):
         with pytest.raises(ConfigError):
             build_app(engine, ServerOptions(app=name))
+
+
+def test_a_thread_that_goes_on_does_not_hold_up_the_exit() -> None:
+    code = """
+import threading
+from routes.server import _leave_threads_behind
+threading.Thread(target=threading.Event().wait).start()
+_leave_threads_behind(3)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 3

@@ -137,7 +137,5 @@ def test_walks_of_five_thousand_steps_lose_nothing(walks: int) -> None:
     for seed in range(1, walks + 1):
         added, preempted, wait = walk(seed)
         requests, preemptions, longest = requests + added, preemptions + preempted, max(longest, wait)
-    print(
-        f"{walks} walks of {STEPS} steps: {requests} requests, {preemptions} preemptions, longest wait {longest} steps"
-    )
+    print(f"{walks} walks of {STEPS}: {requests} requests, {preemptions} preemptions, longest wait {longest} steps")
     assert preemptions > 10 * walks

@@ -305,11 +305,13 @@ def _chunk_kernel(
 
 def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, min_split: int) -> int:
     """Programs per row and KV head: enough to fill the card with few rows, 16 at most from 8 rows up, and never
-    more than the longest context has pieces of `min_split` tokens."""
+    more than the longest context has pieces of `min_split` tokens. With many rows, two, for the sake of long ones:
+    each that has no work costs a little."""
     wanted = 2048 // (num_rows * num_kv_heads)
+    least = 4 if num_rows * num_kv_heads < 512 else 2
     cap = 64 if num_rows < 8 else 16
     pieces = triton.cdiv(max_seq_len, min_split)
-    return int(min(triton.next_power_of_2(max(wanted, 4)), cap, triton.next_power_of_2(pieces)))
+    return int(min(triton.next_power_of_2(max(wanted, least)), cap, triton.next_power_of_2(pieces)))
 
 
 def _arrival_counters(key_cache: Tensor, count: int) -> Tensor:

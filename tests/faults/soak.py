@@ -127,12 +127,13 @@ class Soak:
         drip = await Drip.open(self.url, request_bytes("POST", "/v1/completions", self.body(*request)))
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await drip.read(SLOW, began + seconds)
-        self.rates.append(len(drip.received) / (loop.time() - began))
-        wire = await drip.rest()
+        wire: Drip | Wire = drip
         try:
-            await wire.head()
-            self.check(request, await read_text(wire))
+            await drip.read(SLOW, began + seconds)
+            self.rates.append(len(drip.received) / (loop.time() - began))
+            wire = rest = await drip.rest()
+            await rest.head()
+            self.check(request, await read_text(rest))
         finally:
             wire.close()
 

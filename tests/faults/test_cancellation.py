@@ -38,7 +38,7 @@ class World:
     left: dict[Sequence, int] = field(default_factory=dict)  # what ran at the interruption, and its tokens then
 
     def note(self) -> None:
-        for request in self.engine._scheduler._unfinished:
+        for request in self.engine._scheduler._roster.unfinished:
             if request.prompt[0] != A:
                 self.left |= {sequence: len(sequence.output) for sequence in request.sequences}
 

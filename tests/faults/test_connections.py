@@ -7,28 +7,16 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from aserve import Client
 from tests.faults.proxy import cutting_proxy
-from tests.faults.wire import Wire, gauges, idle, read_text, stream_text
+from tests.faults.wire import Drip, Wire, gauges, idle, read_text, request_bytes, stream_text
 from tests.process import ROOT, server
 
 BODY = {"prompt": "abcdefg", "temperature": 0}
-
-
-@pytest.fixture
-def live(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server's URL: the one under test (--live URL), or one of our own over the fake model."""
-    url = request.config.getoption("--live")
-    if url:
-        yield url
-        return
-    with server(max_num_seqs=256) as process:
-        yield process.url
 
 
 @pytest.mark.live
@@ -100,6 +88,25 @@ def test_a_reader_of_nothing_is_bounded_and_no_other_stream_notices(policy: str)
         await idle(url, 2)
 
     with server(slow_client=policy, max_unsent_bytes=200, step=0.001) as process:
+        asyncio.run(main(process.url))
+
+
+def test_a_reader_of_nothing_is_cut_in_time_and_one_that_is_slow_is_not() -> None:
+    async def main(url: str) -> None:
+        request = request_bytes("POST", "/v1/completions", BODY | {"stream": True, "max_tokens": 1500})
+        slow, deaf = await Drip.open(url, request), await Drip.open(url, request)
+        loop = asyncio.get_running_loop()
+        await slow.read(500, loop.time() + 8)
+        wire = await slow.rest()
+        assert await wire.head() == 200
+        assert await read_text(wire) == ("abcdefg" * 215)[:1500]
+        wire.close()
+        with pytest.raises(ConnectionResetError):
+            await deaf.read(1 << 20, loop.time() + 5)
+        deaf.close()
+        await idle(url, 2)
+
+    with server(deaf_seconds=3.0, slow_client="pause", max_unsent_bytes=1000, step=0.001) as process:
         asyncio.run(main(process.url))
 
 

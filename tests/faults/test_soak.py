@@ -59,8 +59,8 @@ async def loaded(url: str, seconds: float, process: psutil.Process | None) -> li
     soak = Soak(url, seed=1)
     await soak.run(seconds)
     watching.cancel()
-    print(dict(soak.done), f"slowest readers took {min(soak.rates):.1f} to {max(soak.rates):.1f} bytes a second")
     assert soak.wrong == []
+    print(dict(soak.done), f"slow readers took {min(soak.rates):.1f} to {max(soak.rates):.1f} bytes a second")
     assert max(soak.rates) <= SLOW
     after = await idle(url, 10)
     assert (await fetch(url, "GET", "/load"))[1].startswith(b'{"server_load":0')

@@ -10,7 +10,7 @@ import torch
 
 from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotMask
 from aserve.request import SamplingParams
-from aserve.worker.buckets import ForwardShape, likely_shapes
+from aserve.worker.buckets import DrawShape, ForwardShape, likely_shapes
 from aserve.worker.runner import ModelRunner
 from tests.tiny_model import VOCAB, Driver, make_runner
 
@@ -217,3 +217,21 @@ def test_an_idle_worker_captures_what_steps_will_need() -> None:
     shapes = set(runner.graphs._captured)
     assert Driver(runner).generate(3, PROMPTS[2], PLAIN, 8, seed=3) == want
     assert set(runner.graphs._captured) == shapes
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_model_that_cannot_be_captured_runs_and_leaves_torchs_generator_usable() -> None:
+    runner = graph_runner()
+    assert runner.graphs is not None
+    runner.graphs._captured.clear()
+    forward = runner.model.forward
+
+    def reads(token_ids, meta, caches):  # type: ignore[no-untyped-def]
+        token_ids.tolist()
+        return forward(token_ids, meta, caches)
+
+    runner.model.forward = reads  # type: ignore[method-assign]
+    assert Driver(runner).generate(0, PROMPTS[0], GREEDY, 6) == solo(PROMPTS[0], GREEDY, 6)
+    captured = runner.graphs._captured.items()
+    assert all(each.graph is None for shape, each in captured if not isinstance(shape, DrawShape))
+    assert torch.isfinite(torch.randn(8, device="cuda")).all()
