@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aserve.llm import LLM
     from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
+    from aserve.profiling import profiled
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
     from aserve.search import beam_search
     from aserve.stream import SlowReader, Stream
@@ -78,6 +79,7 @@ __all__ = [
     "Usage",
     "WorkerInfo",
     "beam_search",
+    "profiled",
 ]
 
 _MODULES = {
@@ -106,6 +108,7 @@ _MODULES = {
     "Usage": "request",
     "WorkerInfo": "plan",
     "beam_search": "search",
+    "profiled": "profiling",
 }
 
 

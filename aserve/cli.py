@@ -185,6 +185,11 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument(
         "--app", metavar="pkg.module:create_app", help="your own create_app(engine) -> ASGI app, in place of aserve's"
     )
+    http.add_argument(
+        "--profile",
+        metavar="DIR",
+        help="write there, at the end, where the time of each step went, and a trace of a hundred steps",
+    )
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
 
@@ -263,6 +268,7 @@ def _serve(args: argparse.Namespace) -> int:
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         app=args.app,
+        profile=args.profile,
     )
     return serve(config, options)
 

@@ -32,6 +32,7 @@ from aserve.plan import WorkerInfo
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams
 from aserve.scheduler import Scheduler
+from aserve.steps import StepLog
 from aserve.stream import Mailbox, SlowReader, Stream
 from aserve.structured import StructuredOutputs
 from aserve.tokenizer import Tokenizer
@@ -218,6 +219,11 @@ class Engine:
             oldest_wait=self._scheduler.oldest_wait(time),
             preemptions={(kind, cause): n for (kind, cause), n in self._scheduler.preemptions.items()},
         )
+
+    def log_steps(self, log: StepLog | None) -> None:
+        """Has every step from now on add a row to the log, or none any more. See profiling.py."""
+        assert self._pipeline is not None, "the engine is not started"
+        self._pipeline.log = log
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -119,6 +119,9 @@ class FakeRunner:
         assert isinstance(handle, StepResult)
         return handle
 
+    def idle(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed = True
 

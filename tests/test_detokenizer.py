@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as WordTokenizer
 
 from aserve.detokenizer import (
     Detokenizer,
@@ -20,7 +21,7 @@ from aserve.detokenizer import (
     table_style,
 )
 from aserve.models.files import resolve
-from aserve.tokenizer import _part, load
+from aserve.tokenizer import _part, from_backend, load
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -252,3 +253,16 @@ def test_a_watch_finds_what_a_finder_finds_and_its_forks_do_not_meet() -> None:
     [other] = tokenizer.encode("x", add_special_tokens=False).ids
     assert not fork.push(other)
     assert not any(late.push(token) for token in ids)
+
+
+def test_words_without_a_decoder_are_joined_as_the_tokenizer_joins_them() -> None:
+    words = WordTokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "c": 3}, unk_token="a"))
+    words.add_special_tokens(["<s>"])
+    tokenizer = from_backend(words)
+    for prompt in ([0, 1], [2], []):
+        for output in ([3, 2, 0, 7, 1], [2, 1]):
+            decoder = tokenizer.detokenizer(prompt)
+            text = "".join([decoder.push(token) for token in output]) + decoder.flush()
+            before, whole = (tokenizer.decode(ids) for ids in (prompt, prompt + output))
+            assert text == whole[len(before) :]
+    assert tokenizer.vocabulary() is None
