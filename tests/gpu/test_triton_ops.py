@@ -251,8 +251,10 @@ def test_logits_that_are_not_finite_still_give_an_id(triton_ops):
     logits = torch.full((3, 100), float("nan"), device=DEVICE)
     logits[1] = float("-inf")
     logits[2, 7] = float("inf")
-    for greedy in (True, False):
-        tokens = triton_ops.sample(logits, sampling_rows(3, all_greedy=greedy))
+    limits = dict(top_p=torch.full((3,), 0.9, device=DEVICE), min_p=torch.full((3,), 0.1, device=DEVICE))
+    top_k = torch.full((3,), 5, dtype=torch.int64, device=DEVICE)
+    for options in (dict(all_greedy=True), {}, limits, dict(top_k=top_k), dict(top_k=top_k, **limits)):
+        tokens = triton_ops.sample(logits, sampling_rows(3, **options))
         assert ((tokens >= 0) & (tokens < 100)).all()
 
 
