@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aserve.beams import Beam, BeamSearch
     from aserve.chat_template import ChatMessage
-    from aserve.client import Client
+    from aserve.client import ChatDelta, Client, ToolCallDelta
     from aserve.config import EngineConfig
     from aserve.constraint import StructuredOutput
     from aserve.engine import Engine
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
         OverloadedError,
         RequestFailedError,
         RequestTooLargeError,
+        TooManyRequestsError,
     )
     from aserve.llm import LLM
     from aserve.metrics import EngineStats, Metrics
     from aserve.plan import TokenLogprobs, WorkerInfo
+    from aserve.profiling import profiled
     from aserve.request import Completion, Delta, FinishReason, SamplingParams, Timeline, Usage
     from aserve.search import beam_search
     from aserve.stream import SlowReader, Stream
@@ -45,6 +47,7 @@ __all__ = [
     "AuthenticationError",
     "Beam",
     "BeamSearch",
+    "ChatDelta",
     "ChatMessage",
     "Client",
     "Completion",
@@ -71,14 +74,18 @@ __all__ = [
     "Timeline",
     "TokenLogprobs",
     "Tokenizer",
+    "TooManyRequestsError",
+    "ToolCallDelta",
     "Usage",
     "WorkerInfo",
     "beam_search",
+    "profiled",
 ]
 
 _MODULES = {
     "Beam": "beams",
     "BeamSearch": "beams",
+    "ChatDelta": "client",
     "ChatMessage": "chat_template",
     "Client": "client",
     "Completion": "request",
@@ -96,9 +103,12 @@ _MODULES = {
     "Timeline": "request",
     "TokenLogprobs": "plan",
     "Tokenizer": "tokenizer",
+    "TooManyRequestsError": "errors",
+    "ToolCallDelta": "client",
     "Usage": "request",
     "WorkerInfo": "plan",
     "beam_search": "search",
+    "profiled": "profiling",
 }
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aserve.config import EngineConfig
-from aserve.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from aserve.errors import ContextLengthError, InvalidRequestError, OverloadedError, TooManyRequestsError
 from aserve.plan import WorkerInfo
 from aserve.request import SamplingParams
+
+MAX_RETRY_AFTER = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,7 @@ class Limits:
     max_num_seqs: int
     max_n: int = 128
     max_queue: int = 10_000
+    max_queue_per_tenant: int | None = None
 
     @classmethod
     def create(cls, config: EngineConfig, info: WorkerInfo) -> Limits:
@@ -38,6 +42,7 @@ class Limits:
             max_num_seqs=min(info.max_num_seqs, info.max_num_batched_tokens),  # every running sequence fits a step
             max_n=config.max_n,
             max_queue=config.max_queue,
+            max_queue_per_tenant=config.max_queue_per_tenant,
         )
 
     @property
@@ -46,22 +51,56 @@ class Limits:
         return self.num_blocks * self.block_size
 
 
+class Load(NamedTuple):
+    """What a request meets: how many wait, how many of its tenant, and the seconds it waits at least."""
+
+    num_waiting: int = 0
+    num_of_tenant: int = 0
+    least_wait: float = 0.0
+
+
 def admit(
-    prompt: Sequence[int], params: SamplingParams, limits: Limits, *, num_waiting: int = 0, retry_after: float = 1.0
+    prompt: Sequence[int],
+    params: SamplingParams,
+    limits: Limits,
+    load: Load = Load(),  # noqa: B008 - immutable
+    *,
+    patience: float | None = None,
 ) -> int:
     """The request's max_tokens, resolved: at most what context and pool allow where the caller gave none.
 
-    Raises InvalidRequestError (400) naming the field, ContextLengthError (400) naming both lengths, or
-    OverloadedError (503) where the queue is full.
+    `patience` is the seconds that are left to its first token. Raises InvalidRequestError (400) naming the field,
+    ContextLengthError (400) naming both lengths, OverloadedError (503) where the queue is full or too long for its
+    patience, or TooManyRequestsError (429) where its tenant has as many waiting as it may.
     """
     if not prompt:
         raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
     _check_vocabulary(prompt, params, limits.vocab_size)
     _check_width(params, limits)
     max_tokens = _resolve_max_tokens(len(prompt), params, limits)
-    if num_waiting >= limits.max_queue:
-        raise OverloadedError(f"{num_waiting} requests are waiting; try again later", retry_after=retry_after)
+    _check_queue(limits, load, patience)
     return max_tokens
+
+
+def _check_queue(limits: Limits, load: Load, patience: float | None) -> None:
+    retry_after = min(MAX_RETRY_AFTER, max(1.0, load.least_wait))
+    if load.num_waiting >= limits.max_queue:
+        raise OverloadedError(
+            f"{load.num_waiting} requests are waiting (--max-queue {limits.max_queue}); try again later",
+            retry_after=retry_after,
+        )
+    most = limits.max_queue_per_tenant
+    if most is not None and load.num_of_tenant >= most:
+        raise TooManyRequestsError(
+            f"{load.num_of_tenant} requests of this key or user are waiting (--max-queue-per-tenant {most}); "
+            "try again later",
+            retry_after=retry_after,
+        )
+    if patience is not None and load.least_wait > max(0.0, patience):
+        raise OverloadedError(
+            f"the first token would come in {load.least_wait:.1f} s at the earliest, after the ttft_timeout",
+            retry_after=retry_after,
+        )
 
 
 def _check_vocabulary(prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> None:

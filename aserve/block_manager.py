@@ -125,6 +125,20 @@ class BlockManager:
         self._drop(source)
         return BlockCopy(source, target)
 
+    def num_unshared(self, group: Iterable[tuple[BlockTable, int]]) -> int:
+        """Device blocks that unshare would take: the last of those that share a block may keep it."""
+        sharers = Counter(block for table, num_full in group for block in table.blocks[num_full:])
+        return sum(count - (self._count[block] == count) for block, count in sharers.items())
+
+    def unshare(self, group: Iterable[tuple[BlockTable, int]]) -> list[BlockCopy]:
+        """Makes what follows each table's first `num_full` blocks its own, since it will be written."""
+        return [
+            self.copy_on_write(table, index)
+            for table, num_full in group
+            for index in range(num_full, len(table.blocks))
+            if self._count[table.blocks[index]] > 1
+        ]
+
     def release(self, table: BlockTable) -> None:
         """Gives every block back, the last first: the cache then evicts from the end of a prefix."""
         drop = self._drop_host if table.on_host else self._drop

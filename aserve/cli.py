@@ -50,6 +50,7 @@ _ENGINE_HELP = {
     "enforce_eager": "no CUDA graphs",
     "seed": "of dummy weights; a request has its own, or fresh random bits",
     "max_queue": "waiting requests; one more is refused with 503",
+    "max_queue_per_tenant": "waiting requests of one API key or user; one more is refused with 429 (default: any)",
     "max_n": "choices a request may ask for",
     "num_threads": "CPU threads of the model (default: the cores this process may use)",
     "depth": "steps in flight (default: 2 on CUDA, 1 on CPU)",
@@ -184,6 +185,11 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http.add_argument(
         "--app", metavar="pkg.module:create_app", help="your own create_app(engine) -> ASGI app, in place of aserve's"
     )
+    http.add_argument(
+        "--profile",
+        metavar="DIR",
+        help="write there, at the end, where the time of each step went, and a trace of a hundred steps",
+    )
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
 
@@ -262,6 +268,7 @@ def _serve(args: argparse.Namespace) -> int:
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         app=args.app,
+        profile=args.profile,
     )
     return serve(config, options)
 

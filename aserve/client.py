@@ -6,29 +6,65 @@ For programs elsewhere on the network; a program that holds an Engine needs no c
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import anyio
 
 from aserve.errors import (
     AserveError,
     AuthenticationError,
+    DeadlineError,
+    EngineDeadError,
     InvalidRequestError,
+    MediaTypeError,
     NotFoundError,
     OverloadedError,
     RequestFailedError,
+    RequestTooLargeError,
 )
 from aserve.request import Delta
 
 if TYPE_CHECKING:
     import httpx
 
+D = TypeVar("D", bound=Delta)
+_ERRORS: Mapping[int | str, type[AserveError]] = {  # by a refusal's status, or its code where that says more
+    error.code or error.status: error for error in (DeadlineError, EngineDeadError, OverloadedError)
+} | {
+    error.status: error
+    for error in (
+        AuthenticationError,
+        NotFoundError,
+        RequestTooLargeError,
+        MediaTypeError,
+        OverloadedError,
+        DeadlineError,
+    )
+}
 _PASSING = frozenset({409, 425, 429, 500, 502, 503, 504})  # what a proxy or a busy server may answer meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call: the first one of each `index` has the id and the name, all together the arguments."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class ChatDelta(Delta):
+    """What a chat stream yields. `text` is content."""
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class Client:
@@ -69,36 +105,43 @@ class Client:
         self, prompt: str | Items[int], *, model: str | None = None, **options: Any
     ) -> AsyncGenerator[Delta, None]:
         """Streams a completion. Options are the fields of POST /v1/completions."""
-        return self._stream("/v1/completions", {"prompt": prompt}, model, options)
+        return self._stream("/v1/completions", {"prompt": prompt}, model, options, _delta)
 
     def chat(
         self, messages: Items[Mapping[str, Any]], *, model: str | None = None, **options: Any
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[ChatDelta, None]:
         """Streams the next message. Options are the fields of POST /v1/chat/completions."""
-        return self._stream("/v1/chat/completions", {"messages": messages}, model, options)
+        return self._stream("/v1/chat/completions", {"messages": messages}, model, options, _chat_delta)
 
     async def _stream(
-        self, path: str, body: dict[str, Any], model: str | None, options: Mapping[str, Any]
-    ) -> AsyncGenerator[Delta, None]:
+        self,
+        path: str,
+        body: dict[str, Any],
+        model: str | None,
+        options: Mapping[str, Any],
+        read: Callable[[Mapping[str, Any]], D],
+    ) -> AsyncGenerator[D, None]:
         body = {**options, **body, "stream": True, "model": model or (await self.models())[0]}
         headers = {"X-Resume-Grace": f"{self._grace:g}"} if self._grace else {}
         place = _Place()
         try:
-            async with aclosing(self._connection("POST", path, place, json=body, headers=headers)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async with aclosing(self._connection("POST", path, place, json=body, headers=headers)) as choices:
+                async for choice in choices:
+                    yield read(choice)
             while not place.done:
                 await self._pause(place)
                 again = self._connection("GET", f"/v1/streams/{place.key}", place, headers=place.headers())
-                async with aclosing(again) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                async with aclosing(again) as choices:
+                    async for choice in choices:
+                        yield read(choice)
         finally:
             if place.key and not place.done:
                 await self._give_up(place.key)
 
-    async def _connection(self, method: str, path: str, place: _Place, **request: Any) -> AsyncGenerator[Delta, None]:
-        """The deltas of one connection. Where it is lost, and the stream can go on, they just end."""
+    async def _connection(
+        self, method: str, path: str, place: _Place, **request: Any
+    ) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The choices in the chunks of one connection. Where it is lost, and the stream can go on, they just end."""
         import httpx
 
         try:
@@ -119,7 +162,7 @@ class Client:
                         place.done = True
                         raise _error(500, event.encode())
                     for choice in chunk["choices"]:
-                        yield _delta(choice)
+                        yield choice
         except httpx.TransportError:
             if not place.key:
                 raise
@@ -189,30 +232,47 @@ async def _events(response: httpx.Response, place: _Place) -> AsyncIterator[str]
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:
-    text = choice["text"] if "text" in choice else (choice.get("delta") or {}).get("content")
-    return Delta(
-        int(choice["index"]),
-        text or "",
-        tuple(choice.get("token_ids") or ()),
-        choice.get("finish_reason"),
-        choice.get("stop_reason"),
+    return Delta(text=choice.get("text") or "", **_common(choice))
+
+
+def _chat_delta(choice: Mapping[str, Any]) -> ChatDelta:
+    delta = choice.get("delta") or {}
+    return ChatDelta(
+        text=delta.get("content") or "",
+        **_common(choice),
+        reasoning=delta.get("reasoning_content") or "",
+        tool_calls=tuple(map(_tool_call, delta.get("tool_calls") or ())),
+    )
+
+
+def _common(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "index": int(choice["index"]),
+        "token_ids": tuple(choice.get("token_ids") or ()),
+        "finish_reason": choice.get("finish_reason"),
+        "stop_reason": choice.get("stop_reason"),
+    }
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCallDelta:
+    function = call.get("function") or {}
+    return ToolCallDelta(
+        int(call["index"]), call.get("id") or "", function.get("name") or "", function.get("arguments") or ""
     )
 
 
 def _error(status: int, body: bytes) -> AserveError:
+    """aserve's own class for what the server answered, with its words, field and code."""
     try:
         details = json.loads(body)["error"]
-        message, param = str(details["message"]), details.get("param")
+        message, param, code = str(details["message"]), details.get("param"), details.get("code")
     except (ValueError, KeyError, TypeError):
-        message, param = f"HTTP {status}: {body[:500].decode('utf-8', 'replace')}", None
-    match status:
-        case 401:
-            return AuthenticationError(message)
-        case 404:
-            return NotFoundError(message)
-        case 503:
-            return OverloadedError(message)
-        case _ if 400 <= status < 500:
-            return InvalidRequestError(message, param=param)
-        case _:
-            return RequestFailedError(message)
+        message, param, code = f"HTTP {status}: {body[:500].decode('utf-8', 'replace')}", None, None
+    kind = _ERRORS.get(code) or _ERRORS.get(status)
+    if kind is None:
+        kind = InvalidRequestError if 400 <= status < 500 else RequestFailedError
+    error = kind(message) if kind is OverloadedError else kind(message, param=param)
+    if code not in _ERRORS:  # inside a stream there is no status but that of its beginning
+        error.status = status
+    error.code = code or error.code
+    return error

@@ -16,6 +16,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 Device = Literal["auto", "cpu", "cuda"]
 Preemption = Literal["auto", "swap", "recompute"]
+MAX_N = 128  # choices that any request may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,8 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     seed: int = 0  # of dummy weights; a request has its own, or 64 fresh random bits
     max_queue: int = 10_000  # waiting requests; one more is refused
-    max_n: int = 128
+    max_queue_per_tenant: int | None = None  # waiting requests of one API key or user; one more is refused
+    max_n: int = MAX_N
     num_threads: int | None = None  # CPU threads of the model; None is the cores this process may use
     depth: int | None = None  # steps in flight; None: 2 on CUDA, 1 on CPU
     step_timeout: float = 300.0  # seconds; a step that takes longer marks the engine dead
@@ -64,6 +66,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("num_gpu_blocks_override", 1),
             ("kv_cache_memory", 1),
+            ("max_queue_per_tenant", 1),
             ("num_threads", 1),
             ("depth", 1),
         ):
@@ -79,6 +82,7 @@ class EngineConfig:
             )
         if not 0 <= self.swap_space < float("inf"):
             raise ConfigError(f"--swap-space must be 0 or more GiB, got {self.swap_space}", param="swap_space")
-        for name in ("max_queue", "max_n"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", param=name)
+        if self.max_queue < 1:
+            raise ConfigError(f"--max-queue must be at least 1, got {self.max_queue}", param="max_queue")
+        if not 1 <= self.max_n <= MAX_N:
+            raise ConfigError(f"--max-n must be 1 to {MAX_N}, got {self.max_n}", param="max_n")

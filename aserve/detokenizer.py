@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, Literal, Protocol
 
-Style = Literal["bytes", "runs"]  # how the bytes of tokens that are no whole characters come together
+Style = Literal["bytes", "runs", "words"]  # how the bytes of tokens that are no whole characters come together
 WINDOW = 8  # tokens of context the windowed decoder re-reads; a character spans at most 4
 
 
@@ -38,8 +38,8 @@ class TokenTable(dict[int, "str | bytes"]):
 
     `style` "bytes" is a byte-level vocabulary: any run of tokens is decoded as one byte string, a maximal invalid
     part becoming one U+FFFD. "runs" is SentencePiece with byte fallback: neighbouring byte tokens are one string if
-    that is valid UTF-8, else one U+FFFD each (so their text is certain only when the run ends). b"" is a token that
-    decoding leaves out: special, or not in the vocabulary.
+    that is valid UTF-8, else one U+FFFD each (so their text is certain only when the run ends). "words" puts a space
+    between any two. b"" is a token that decoding leaves out: special, or not in the vocabulary.
     """
 
     def __init__(self, style: Style, token_of: Callable[[int], str | None], skip: Collection[int] = ()) -> None:
@@ -54,6 +54,8 @@ class TokenTable(dict[int, "str | bytes"]):
             entry: str | bytes = b""
         elif self.style == "bytes":
             entry = _byte_level(token)
+        elif self.style == "words":
+            entry = token
         else:
             entry = _byte_fallback(token)
         self[token_id] = entry
@@ -117,6 +119,32 @@ class RunDetokenizer:
         return other
 
 
+class WordDetokenizer:
+    """A vocabulary without a decoder of its own: words, with a space before all but the first of prompt and output."""
+
+    __slots__ = ("_space", "_table")
+
+    def __init__(self, table: TokenTable, prompt: Items[int] = ()) -> None:
+        self._table = table
+        self._space = " " if any(table[token_id] != b"" for token_id in prompt) else ""
+
+    def push(self, token_id: int) -> str:
+        piece = self._table[token_id]
+        if not isinstance(piece, str):
+            return ""
+        text = self._space + piece
+        self._space = " "
+        return text
+
+    def flush(self) -> str:
+        return ""
+
+    def fork(self) -> WordDetokenizer:
+        other = WordDetokenizer(self._table)
+        other._space = self._space
+        return other
+
+
 class WindowDetokenizer:
     """Any tokenizer: decodes a short window with and without the new tokens and gives the difference.
 
@@ -124,35 +152,44 @@ class WindowDetokenizer:
     in U+FFFD waits for the rest of its character, WINDOW tokens at most.
     """
 
-    __slots__ = ("_decode", "_known", "_window")
+    __slots__ = ("_before", "_decode", "_known", "_window")
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Items[int] = ()) -> None:
         self._decode = decode
         self._window = list(prompt[-WINDOW:])
         self._known = len(self._window)  # tokens of the window whose text is out
+        self._before: str | None = None  # that text, as the window gives it
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
-        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
+        before, after = self._known_text(), self._decode(self._window)
         incomplete = after.endswith("\ufffd") and len(self._window) - self._known < WINDOW
         if incomplete or len(after) <= len(before):
             return ""
-        self._advance()
+        self._advance(after)
         return after[len(before) :]
 
     def flush(self) -> str:
-        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
-        self._advance()
+        before, after = self._known_text(), self._decode(self._window)
+        self._advance(after)
         return after[len(before) :]
 
     def fork(self) -> WindowDetokenizer:
         other = WindowDetokenizer(self._decode)
-        other._window, other._known = self._window[:], self._known
+        other._window, other._known, other._before = self._window[:], self._known, self._before
         return other
 
-    def _advance(self) -> None:
-        if len(self._window) > WINDOW:
+    def _known_text(self) -> str:
+        if self._before is None:
+            self._before = self._decode(self._window[: self._known])
+        return self._before
+
+    def _advance(self, text: str) -> None:
+        """All of the window's text is out. The window is cut back once it is twice as long: decoding is what costs."""
+        self._before = text
+        if len(self._window) > 2 * WINDOW:
             del self._window[:-WINDOW]
+            self._before = None
         self._known = len(self._window)
 
 
@@ -239,13 +276,15 @@ def _first_partial(text: str, stop: str) -> int:
     return len(text)
 
 
-def from_table(table: TokenTable) -> Detokenizer:
+def from_table(table: TokenTable, prompt: Items[int] = ()) -> Detokenizer:
     """A detokenizer for one output of the table's vocabulary."""
+    if table.style == "words":
+        return WordDetokenizer(table, prompt)
     return ByteDetokenizer(table) if table.style == "bytes" else RunDetokenizer(table)
 
 
 def table_style(decoder: Mapping[str, Any] | None) -> Style | None:
-    """The style of a tokenizer.json "decoder" that TokenTable can take over, None for any other.
+    """The style of a tokenizer.json "decoder" that TokenTable can take over ("Words": it has none), None for any other.
 
     A final Strip of leading spaces is left out on purpose: it belongs to the beginning of the prompt.
     """
@@ -253,6 +292,8 @@ def table_style(decoder: Mapping[str, Any] | None) -> Style | None:
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return "bytes"
+    if kinds == ["Words"]:
+        return "words"
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"]:
         return None
     replace = steps[0]

@@ -32,6 +32,7 @@ from aserve.plan import WorkerInfo
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams
 from aserve.scheduler import Scheduler
+from aserve.steps import StepLog
 from aserve.stream import Mailbox, SlowReader, Stream
 from aserve.structured import StructuredOutputs
 from aserve.tokenizer import Tokenizer
@@ -211,11 +212,18 @@ class Engine:
             num_output_tokens=self.metrics.num_output_tokens,
             num_prefix_hit_tokens=now.num_prefix_hit_tokens,
             num_preemptions=now.num_preemptions,
+            swap_out_bytes=now.num_blocks_out * self.info.block_bytes,
+            swap_in_bytes=now.num_blocks_in * self.info.block_bytes,
             last_step_seconds=self._pipeline.last_step_seconds,
             last_step_age=None if last is None else time - last,
             oldest_wait=self._scheduler.oldest_wait(time),
             preemptions={(kind, cause): n for (kind, cause), n in self._scheduler.preemptions.items()},
         )
+
+    def log_steps(self, log: StepLog | None) -> None:
+        """Has every step from now on add a row to the log, or none any more. See profiling.py."""
+        assert self._pipeline is not None, "the engine is not started"
+        self._pipeline.log = log
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -316,7 +324,8 @@ class Engine:
             constraints = await self._intake.constraints(params)
             self.check()
             call = Call(key, prompt, params, constraints, options, arrival)
-            request = self._intake.admit(call, num_waiting=self._scheduler.num_waiting)
+            load = self._scheduler.load(options.get("tenant", ""), options.get("priority", 0))
+            request = self._intake.admit(call, load, self._loop.time())
         except AserveError:
             self.metrics.num_refused += 1
             raise

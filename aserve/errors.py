@@ -9,6 +9,7 @@
     ├── AuthenticationError         401  no or wrong API key
     ├── NotFoundError               404  no such model, route or request
     ├── OverloadedError             503  the waiting queue is full or the engine is draining; retry later
+    │   └── TooManyRequestsError    429  one key or user has as many requests as it may have
     ├── DeadlineError               504  the request's deadline passed before its first token
     ├── RequestFailedError          500  the engine failed this request; others go on
     └── EngineDeadError             503  the engine cannot go on; carries the cause
@@ -104,6 +105,14 @@ class OverloadedError(AserveError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class TooManyRequestsError(OverloadedError):
+    """The API key or user has as many requests waiting, or in flight, as it may have."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_requests"
 
 
 class DeadlineError(AserveError):

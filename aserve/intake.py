@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, TypedDict
 
-from aserve.admission import Limits, admit
+from aserve.admission import Limits, Load, admit
 from aserve.bad_words import free_of
 from aserve.beams import BeamSearch
 from aserve.constraint import Constraint
@@ -85,20 +85,21 @@ class Intake:
             return free_of(params.bad_words, self._tokenizer, self._limits.vocab_size, params.num_sequences)
         return await self.structured.constraints(params.structured, params.num_sequences)
 
-    def admit(self, call: Call, *, num_waiting: int) -> Request:
+    def admit(self, call: Call, load: Load, now: float) -> Request:
         """The request, ready for the scheduler. Raises InvalidRequestError, ContextLengthError or OverloadedError."""
         params, options = call.params, call.options
+        due = _deadline(call.arrival, options.get("ttft_timeout"), "ttft_timeout")
         request = Request(
             id=next(self._ids),
             key=call.key,
             prompt=tuple(call.prompt),
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
-            max_tokens=admit(call.prompt, params, self._limits, num_waiting=num_waiting),
+            max_tokens=admit(call.prompt, params, self._limits, load, patience=None if due is None else due - now),
             arrival=call.arrival,
             end_token_ids=() if params.ignore_eos and params.structured is None else self._end_token_ids,
             deadline=_deadline(call.arrival, options.get("timeout"), "timeout"),
-            first_token_deadline=_deadline(call.arrival, options.get("ttft_timeout"), "ttft_timeout"),
+            first_token_deadline=due,
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
             label=options.get("label"),

@@ -16,6 +16,8 @@ from aserve.request import FinishReason, Request
 LAG_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+MAX_TENANTS = 100
+OTHER_TENANTS = "(others)"
 _SEVERITY: tuple[FinishReason, ...] = (
     "stop",
     "length",
@@ -40,6 +42,8 @@ class EngineStats:
     num_output_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
+    swap_out_bytes: int
+    swap_in_bytes: int
     last_step_seconds: float
     last_step_age: float | None  # seconds since the last step was done
     oldest_wait: float  # seconds that the oldest request which has not run yet waits
@@ -57,10 +61,10 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        """Counts one value; a bound belongs to its own bucket, as in Prometheus."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Counts a value; a bound belongs to its own bucket, as in Prometheus."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
 
     @property
     def count(self) -> int:
@@ -96,8 +100,15 @@ class Metrics:
     inter_token: Histogram = field(default_factory=_per_token)  # between two tokens of a choice
     queue: Histogram = field(default_factory=_per_request)  # arrival to first step
     request: Histogram = field(default_factory=_per_request)  # arrival to end
+    waits: dict[str, tuple[int, float]] = field(default_factory=dict)  # by tenant: number and sum of queue's values
     loop_lag: Histogram = field(default_factory=_per_lag)  # a step's end on the model thread to the loop's turn
     step: Histogram = field(default_factory=_per_token)  # submitted to result
+
+    def _count_wait(self, tenant: str, seconds: float) -> None:
+        """The first MAX_TENANTS tenants are told apart: a label a client chooses must not grow without bound."""
+        name = tenant if tenant in self.waits or len(self.waits) < MAX_TENANTS else OTHER_TENANTS
+        count, total = self.waits.get(name, (0, 0.0))
+        self.waits[name] = (count + 1, total + seconds)
 
     def count_end(self, request: Request, reasons: list[FinishReason], now: float) -> FinishReason:
         """Counts a request once, under the worst of its choices' reasons."""
@@ -109,4 +120,5 @@ class Metrics:
         self.request.observe(now - request.arrival)
         if request.first_scheduled is not None:
             self.queue.observe(request.first_scheduled - request.arrival)
+            self._count_wait(request.tenant, request.first_scheduled - request.arrival)
         return outcome

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from aserve.errors import AserveError, DeadlineError, EngineDeadError, RequestFailedError
 from aserve.executors import Executor, StepError
@@ -20,11 +22,20 @@ from aserve.output import Output
 from aserve.plan import StepPlan, StepResult
 from aserve.request import Delta, FinishReason, Request, Sequence
 from aserve.scheduler import Event, Move, Scheduler
+from aserve.steps import StepLog, StepRow
 
 _SLICE = 128  # tokens delivered before other tasks get a turn: about half a millisecond
 _log = logging.getLogger("aserve")
 
-InFlight = tuple[StepPlan, Awaitable[StepResult], float]  # and when it was submitted
+
+class InFlight(NamedTuple):
+    """A step that was submitted, and when: by the loop's clock, and by the one that threads share."""
+
+    plan: StepPlan
+    result: Awaitable[StepResult]
+    submitted: float
+    scheduling: float  # when its planning began
+    scheduled: float
 
 
 class Pipeline:
@@ -50,6 +61,8 @@ class Pipeline:
         self._outputs: dict[Sequence, Output] = {}  # of every sequence whose last delta is not out
         self._reasons: dict[Request, list[FinishReason]] = {}  # of every live request: its ended choices' reasons
         self._woken = asyncio.Event()
+        self.log: StepLog | None = None  # gets a row per step
+        self._row: StepRow | None = None  # of the step whose tokens are being delivered
         self._stopping = False
         self.drained = asyncio.Event()  # no request is live, or there is no time to wait for those that are
         self.drained.set()
@@ -125,13 +138,15 @@ class Pipeline:
     def _submit_ahead(self) -> None:
         while len(self._in_flight) < self._depth:
             now = self._clock()
+            began = time.perf_counter()
             plan = self._scheduler.schedule(now)
             for move in self._scheduler.take_moves():
                 move.request.changes.append((move.change, now))
                 self._tell(move)
             if plan is None:
                 return
-            self._in_flight.append((plan, self._executor.submit(plan), now))
+            planned = time.perf_counter()
+            self._in_flight.append(InFlight(plan, self._executor.submit(plan), now, began, planned))
 
     def _tell(self, move: Move) -> None:
         """The log says why a request was preempted; its reader may say to its client that it was."""
@@ -146,10 +161,11 @@ class Pipeline:
                 return
 
     async def _commit_next(self) -> list[Event]:
-        plan, result, submitted = self._in_flight.popleft()
+        flown = self._in_flight.popleft()
+        plan = flown.plan
         try:
             async with asyncio.timeout(self._step_timeout):
-                step = await result
+                step = await flown.result
         except TimeoutError:
             raise EngineDeadError(f"step {plan.number} took longer than {self._step_timeout:g} s") from None
         except StepError as error:
@@ -165,12 +181,16 @@ class Pipeline:
         if len(step.tokens) != num_draws:
             raise EngineDeadError(f"step {plan.number} drew {len(step.tokens)} tokens where {num_draws} were due")
         now = self._clock()
-        self.last_step_seconds = now - submitted
+        self.last_step_seconds = now - flown.submitted
         self.last_step_time = now
         self._metrics.loop_lag.observe(step.timings.lag)
         self._metrics.num_steps += 1
         self._metrics.step.observe(self.last_step_seconds)
-        return self._scheduler.commit(step, now)
+        began = time.perf_counter()
+        events = self._scheduler.commit(step, now)
+        if self.log is not None:
+            self._row = _row_of(flown, step, began, time.perf_counter())
+        return events
 
     async def _wait_for_work(self) -> None:
         deadline = self._scheduler.next_deadline()
@@ -180,42 +200,67 @@ class Pipeline:
                 await self._woken.wait()
 
     async def _deliver(self, events: list[Event]) -> None:
+        """Text is made of a slice of the tokens, then pushed to its readers."""
         now = self._clock()
+        detokenize = deliver = 0.0
         for start in range(0, len(events), _SLICE):
             if start:
                 await asyncio.sleep(0)  # a turn for the readers woken so far
-            for event in events[start : start + _SLICE]:
-                output = self._outputs.get(event.sequence)
-                if output is not None:
-                    try:
-                        self._deliver_one(output, event, now)
-                    except Exception as error:
-                        self._fail_request(event.sequence.request, error)
+            began = time.perf_counter()
+            deltas = self._make_deltas(events[start : start + _SLICE], now)
+            made = time.perf_counter()
+            self._push(deltas, now)
+            detokenize += made - began
+            deliver += time.perf_counter() - made
+        if self.log is not None and self._row is not None:
+            self.log.add(self._row._replace(detokenize=detokenize, deliver=deliver))
+            self._row = None
 
-    def _deliver_one(self, output: Output, event: Event, now: float) -> None:
-        sequence, token_id, logprobs, reason = event
-        if token_id is not None:
-            self._metrics.num_output_tokens += 1
-            if output.num_tokens:
-                self._metrics.inter_token.observe(now - output.last_time)
-            elif sequence.index == 0:  # all choices have their first token in one step
-                self._metrics.first_token.observe(now - sequence.request.arrival)
-            output.last_time = now
-            if reason is None:
-                delta = output.advance(token_id, logprobs)
+    def _make_deltas(self, events: list[Event], now: float) -> list[tuple[Output, Delta]]:
+        outputs = self._outputs
+        deltas: list[tuple[Output, Delta]] = []
+        gaps: dict[float, int] = {}  # those who run beside one another have the same
+        num_tokens = 0
+        for sequence, token_id, logprobs, reason in events:
+            output = outputs.get(sequence)
+            if output is None:
+                continue
+            if token_id is not None:
+                num_tokens += 1
+                if output.num_tokens:
+                    gap = now - output.last_time
+                    gaps[gap] = gaps.get(gap, 0) + 1
+                elif sequence.index == 0:  # all choices have their first token in one step
+                    self._metrics.first_token.observe(now - sequence.request.arrival)
+                output.last_time = now
+            try:
+                if reason is not None:
+                    delta = output.finish(token_id, logprobs, reason)
+                    if token_id is None and delta.token_ids:  # a beam, whole
+                        num_tokens += len(delta.token_ids)
+                        if sequence.index == 0:
+                            self._metrics.first_token.observe(now - sequence.request.arrival)
+                else:
+                    assert token_id is not None
+                    delta = output.advance(token_id, logprobs)
+                deltas.append((output, delta))
+            except Exception as error:
+                self._fail_request(sequence.request, error)
+        self._metrics.num_output_tokens += num_tokens
+        for gap, count in gaps.items():
+            self._metrics.inter_token.observe(gap, count)
+        return deltas
+
+    def _push(self, deltas: list[tuple[Output, Delta]], now: float) -> None:
+        for output, delta in deltas:
+            try:
                 if delta.finish_reason is None:
                     output.box.push(delta)
-                    return
-                self._scheduler.finish(sequence, "stop")
-                self._end(output, delta, now)
-                return
-        assert reason is not None
-        delta = output.finish(token_id, logprobs, reason)
-        if token_id is None and delta.token_ids:  # a beam, whole
-            self._metrics.num_output_tokens += len(delta.token_ids)
-            if sequence.index == 0:
-                self._metrics.first_token.observe(now - sequence.request.arrival)
-        self._end(output, delta, now)
+                else:
+                    self._scheduler.finish(output.sequence, "stop")  # where its text ended it; else it has ended
+                    self._end(output, delta, now)
+            except Exception as error:
+                self._fail_request(output.sequence.request, error)
 
     def _end(self, output: Output, delta: Delta, now: float) -> None:
         """The last delta of a choice; after a request's last choice, the end of its stream."""
@@ -259,14 +304,36 @@ class Pipeline:
             request.ended = now
             self._metrics.count_end(request, ["error"], now)
         self._reasons.clear()
-        for _, result, _ in self._in_flight:
-            if isinstance(result, asyncio.Future):
-                result.cancel()
+        for flown in self._in_flight:
+            if isinstance(flown.result, asyncio.Future):
+                flown.result.cancel()
         self._in_flight.clear()
         for box in boxes:
             box.end(dead_error(self.dead))
         self.drained.set()
         self.died.set()
+
+
+def _row_of(flown: InFlight, step: StepResult, began: float, committed: float) -> StepRow:
+    plan, timings = flown.plan, step.timings
+    return StepRow(
+        number=plan.number,
+        num_decodes=len(plan.decodes),
+        num_chunks=len(plan.chunks),
+        num_tokens=plan.num_tokens,
+        at=committed,
+        schedule=flown.scheduled - flown.scheduling,
+        queue=max(0.0, timings.began - flown.scheduled),
+        inputs=timings.inputs,
+        launch=timings.launch,
+        gap=timings.gap,
+        device=timings.compute,
+        wait=timings.wait,
+        lag=timings.lag,
+        commit=committed - began,
+        detokenize=0.0,
+        deliver=0.0,
+    )
 
 
 def dead_error(cause: BaseException) -> EngineDeadError:

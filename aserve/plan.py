@@ -108,12 +108,18 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class StepTimings:
-    """Seconds on the model thread: launch (host), compute (device, or the same span on CPU). Then lag: until the event
-    loop took the result."""
+    """Where a step's seconds go, in the order of events: `began` of a clock that all threads share, then spans.
 
-    launch: float = 0.0
-    compute: float = 0.0
-    lag: float = 0.0
+    On CPU `compute` is the launch, since the work is done when it returns.
+    """
+
+    began: float = 0.0  # the model thread took the plan
+    inputs: float = 0.0  # slot state, copies and rows, on their way to the device
+    launch: float = 0.0  # starting the model's kernels, or a graph of them
+    gap: float = 0.0  # the device had nothing to do before it began the step
+    compute: float = 0.0  # the device worked on it
+    wait: float = 0.0  # the waiting thread had nothing to do until it was done
+    lag: float = 0.0  # until the event loop took the result
 
 
 @dataclass(slots=True)

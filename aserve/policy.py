@@ -12,6 +12,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import ClassVar
 
 from aserve.errors import ConfigError
 from aserve.lazy_heap import LazyHeap
@@ -21,7 +22,10 @@ MAX_IDLE_TENANTS = 1024
 
 
 class Policy(ABC):
-    """The waiting requests, and which goes next."""
+    """The waiting requests, and which goes next. `in_order` says that those of one tenant and priority go in order of
+    arrival: then a request whose wait is too long for its ttft_timeout is refused at once."""
+
+    in_order: ClassVar[bool] = False
 
     @abstractmethod
     def add(self, request: Request) -> None:
@@ -55,6 +59,8 @@ class Policy(ABC):
 class FCFSPolicy(Policy):
     """First come, first served; waiting is bounded by who came before."""
 
+    in_order = True
+
     def __init__(self) -> None:
         self._waiting: OrderedDict[Request, None] = OrderedDict()  # a dict would scan the entries taken from its front
 
@@ -74,6 +80,8 @@ class FCFSPolicy(Policy):
 class PriorityPolicy(Policy):
     """Lowest `priority` first. Waiting is bounded by ageing: each `seconds_per_level` of waiting counts as one level,
     which keeps the order of any two requests constant, so a heap does."""
+
+    in_order = True
 
     def __init__(self, seconds_per_level: float = 10.0) -> None:
         self._seconds_per_level = seconds_per_level
@@ -113,12 +121,14 @@ class FairPolicy(Policy):
     clearly less, takes a place from it at once: a flood that came first does not delay others.
     """
 
+    in_order = True
+
     def __init__(self, patience: float = 30.0, *, preempt: bool = True) -> None:
         self._patience = patience
         self._preempt = preempt
         self._tenants: dict[str, _Tenant] = {}
         self._order: LazyHeap[str] = LazyHeap()  # tenants with waiting requests
-        self._oldest: LazyHeap[Request] = LazyHeap()
+        self._by_age: OrderedDict[Request, None] = OrderedDict()
         self._level = 0.0  # `served` of the tenant last admitted
         self._turn = 0
         self._sweep_at = MAX_IDLE_TENANTS
@@ -131,15 +141,15 @@ class FairPolicy(Policy):
         if not tenant.waiting:
             tenant.served = max(tenant.served, self._level)
         tenant.waiting.push((request.priority, request.arrival, request.id), request)
-        self._oldest.push((request.arrival, request.id), request)
+        self._by_age[request] = None
         self._place(request.tenant, tenant)
 
     def peek(self, now: float) -> Request | None:
-        oldest = self._oldest.peek()
+        oldest = next(iter(self._by_age), None)
         if oldest is None:
             return None
-        if self._turn == 3 and now - oldest[1].arrival >= self._patience:
-            return oldest[1]
+        if self._turn == 3 and now - oldest.arrival >= self._patience:
+            return oldest
         first = self._order.peek()
         assert first is not None
         head = self._tenants[first[1]].waiting.peek()
@@ -147,9 +157,9 @@ class FairPolicy(Policy):
         return head[1]
 
     def remove(self, request: Request) -> None:
-        if request not in self._oldest:
+        if request not in self._by_age:
             return
-        self._oldest.discard(request)
+        del self._by_age[request]
         tenant = self._tenants[request.tenant]
         tenant.waiting.discard(request)
         if request.cancel_reason is None:  # admitted
@@ -179,7 +189,7 @@ class FairPolicy(Policy):
         return most
 
     def __len__(self) -> int:
-        return len(self._oldest)
+        return len(self._by_age)
 
     def _least(self) -> float:
         first = self._order.peek()

@@ -32,10 +32,10 @@ MAX_BAD_WORDS = 256
 class Phase(enum.Enum):
     """Where a sequence is. See TRANSITIONS."""
 
-    WAITING = "waiting"  # no blocks owned, or only cached prefix blocks; tokens are known, KV is not
+    WAITING = "waiting"  # has no slot; tokens are known, KV is not, unless it was paused
     RUNNING = "running"  # has a slot and blocks; may be planned into a step
     SWAPPED = "swapped"  # its blocks are in the host pool
-    PAUSED = "paused"  # its reader is behind; owns no blocks, but the prefix cache keeps them while memory lasts
+    PAUSED = "paused"  # its reader is behind; has no slot, and blocks, in either pool, until memory is short
     FINISHED = "finished"  # owns nothing; terminal
 
 

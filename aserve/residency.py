@@ -162,13 +162,16 @@ class Residency:
         held = self.parked if parked else self.swapped
         tables = held[request]
         size = self._blocks.block_size
-        group = [(tables[sequence], sequence.num_computed // size) for sequence in unfinished if not parked]
+        group = [(tables[sequence], sequence.num_computed // size) for sequence in unfinished]
         lengths = [self._blocks.blocks_for(sequence.num_tokens) for sequence in unfinished[:num_placed]]
         more = [length - len(tables[each].blocks) for length, each in zip(lengths, unfinished, strict=False)]
-        if self._blocks.num_swap_in(group) + sum(more) > room:
+        if (self._blocks.num_unshared if parked else self._blocks.num_swap_in)(group) + sum(more) > room:
             return False
         del held[request]
-        draft.swap_in.extend(self._blocks.swap_in(group))
+        if parked:
+            draft.copies.extend(self._blocks.unshare(group))
+        else:
+            draft.swap_in.extend(self._blocks.swap_in(group))
         seats = [self._seat(sequence, tables[sequence]) for sequence in unfinished]
         for seat, count in zip(seats, more, strict=False):
             self._blocks.allocate(seat.table, count)
@@ -266,7 +269,6 @@ class Residency:
         for seat in seats:
             sequence = seat.sequence
             if sequence.request.beams is not None:
-                seat.live = False
                 sequence.num_inflight = 0
                 sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
 

@@ -37,7 +37,7 @@ class Results:
         step = self._steps.popleft()
         if step.number != result.number:
             raise ValueError(f"result of step {result.number} came where step {step.number} was due")
-        self._observe(step, result.timings.compute)
+        self._observe(step, result)
         if result.bad:
             self._fail_bad(step, result.bad)
         suspect = self._quarantine.on_trial
@@ -52,8 +52,10 @@ class Results:
             index = self._commit_row(row, result, index, events, now)
         return events
 
-    def _observe(self, step: Step, seconds: float) -> None:
-        """What the step took tells the cost model what tokens cost."""
+    def _observe(self, step: Step, result: StepResult) -> None:
+        """What the step took tells what tokens cost, and how fast they come at best."""
+        seconds = result.timings.compute
+        self._roster.forecast.observe_step(step.num_tokens, len(result.tokens), seconds)
         if step.swaps:
             return
         if step.rows:
@@ -110,15 +112,18 @@ class Results:
             self._roster.deadlines.reached_first_token(request)
         if request.beams is None:
             self._commit_draws(row.drawing, result, index, events)
-        elif row.seat.live:
-            self._commit_beam(row.seat, result.logprobs[index], events)
+        elif row.seat.live and row.seat.active:  # a preempted beam draws again
+            self._commit_beam(row.seat, result.logprobs.get(index), events)
         return index + len(row.drawing)
 
-    def _commit_beam(self, seat: Seat, found: TokenLogprobs, events: list[Event]) -> None:
-        """A beam drew nothing; what counts is which tokens were the best. The last of its group moves the search on."""
+    def _commit_beam(self, seat: Seat, found: TokenLogprobs | None, events: list[Event]) -> None:
+        """What a beam drew does not count, but which tokens were the best. The last of its group moves the search
+        on."""
         request = seat.sequence.request
         seat.sequence.num_inflight -= 1
-        if self._batch.beams.take(seat, found, self._batch.groups[request]):
+        if found is None:
+            self._roster.fail(request, RequestFailedError("the executor gave no logprobs, which beams are ranked by"))
+        elif self._batch.beams.take(seat, found, self._batch.groups[request]):
             for sequence, reason in settle(request):
                 self._roster.end(sequence, reason)
                 events.append(Event(sequence, None, None, reason))

@@ -12,7 +12,8 @@ from itertools import islice
 from aserve.batch import Batch
 from aserve.beam_groups import settle
 from aserve.deadlines import Deadlines
-from aserve.errors import AserveError
+from aserve.errors import AserveError, DeadlineError
+from aserve.forecast import Forecast
 from aserve.quarantine import Quarantine
 from aserve.request import FinishReason, Phase, Request, Sequence
 from aserve.residency import Residency
@@ -38,6 +39,7 @@ class Roster:
         self.unfinished: dict[Request, None] = {}
         self.paused: dict[Request, None] = {}  # their readers are behind
         self.deadlines = Deadlines()
+        self.forecast = Forecast()
 
     def add(self, request: Request) -> None:
         """An admitted request waits."""
@@ -81,6 +83,24 @@ class Roster:
             self.end_all(self._cancelled.popleft())
         for request in islice(self.deadlines.take_expired(now), MAX_REAPED - count):
             self.end_all(request)
+        for request in self._hopeless(now):
+            self.end_all(request)
+
+    def _hopeless(self, now: float) -> list[Request]:
+        """Requests whose prompt surely cannot be computed by their first-token deadline: others get their memory."""
+        found = []
+        for seat in self._batch.prefilling:
+            request, due = seat.sequence.request, seat.sequence.request.first_token_deadline
+            if due is None or request.first_token is not None or request in found:
+                continue
+            left = seat.sequence.num_tokens - seat.sequence.num_computed
+            if not self.forecast.can_compute(left, due - now):
+                request.cancel_reason = "deadline"
+                request.error = DeadlineError(
+                    f"{left} prompt tokens are left and {due - now:.3f} s to the first token: that cannot be met"
+                )
+                found.append(request)
+        return found
 
     def fail(self, request: Request, error: AserveError, *, poisoned: bool = False) -> None:
         """Ends the request with the error, unless another reason came first. Nobody may share KV that is poisoned."""
@@ -114,6 +134,8 @@ class Roster:
         self.drop_draws(sequence)
         self._residency.forget(sequence)
         sequence.finish_reason = reason
+        if reason in ("stop", "length"):
+            self.forecast.observe_end(len(sequence.output))
         sequence.move(Phase.FINISHED)
         request = sequence.request
         if request.finished:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Self
 
+from aserve.admission import Load
 from aserve.batch import Batch
 from aserve.block_manager import BlockManager
 from aserve.claims import find_yielding
@@ -65,7 +66,7 @@ class Scheduler:
         self._swapped_out: list[Request] = []
         self._moves: list[Move] = []
         self.preemptions: Counter[tuple[PreemptionKind, PreemptionCause]] = Counter()
-        self._number = 0
+        self._number = self._num_blocks_out = self._num_blocks_in = 0
         self._num_preemptions = self._num_swaps = self._num_yields = self._num_prompt_tokens = (
             self._num_prefix_hit_tokens
         ) = 0
@@ -133,6 +134,13 @@ class Scheduler:
         """Seconds since the arrival of the oldest request that has not run yet; 0 where there is none."""
         return next((now - each.arrival for each in self._roster.unfinished if each.first_scheduled is None), 0.0)
 
+    def load(self, tenant: str, priority: int) -> Load:
+        """What a request of the tenant and priority would meet, for admission."""
+        share = 1.0 - self._num_prefix_hit_tokens / self._num_prompt_tokens if self._num_prompt_tokens else 1.0
+        ahead = self._line.ahead(tenant, priority)
+        wait = self._roster.forecast.least_wait(ahead, self.max_num_seqs, share)
+        return Load(self.num_waiting, self._line.num_new(tenant), wait)
+
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
@@ -165,6 +173,8 @@ class Scheduler:
             num_blocks_cached=self.blocks.num_cached,
             num_preemptions=self._num_preemptions,
             num_swaps=self._num_swaps,
+            num_blocks_out=self._num_blocks_out,
+            num_blocks_in=self._num_blocks_in,
             num_yields=self._num_yields,
             num_prompt_tokens=self._num_prompt_tokens,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
@@ -204,6 +214,8 @@ class Scheduler:
                 bool(plan.swap_out or plan.swap_in),
             )
         )
+        self._num_blocks_out += len(plan.swap_out)
+        self._num_blocks_in += len(plan.swap_in)
         self._swap_out, self._swapped_out = [], []
         return plan
 
@@ -296,8 +308,10 @@ class Scheduler:
 
     def _enter(self, request: Request, draft: Draft) -> Entry:
         """Seats the request where there is room, or where requests whose readers are behind have some."""
-        while (state := self._residency.enter(request, draft)) == "no blocks" and self._evict_parked(request):
-            pass
+        while (state := self._residency.enter(request, draft)) == "no blocks":
+            # a plan's copies out go before those in: they must not take host blocks that these are still read from
+            if draft.swap_in or not self._evict_parked(request):
+                break
         return state
 
     def _has_room(self, draft: Draft) -> bool:

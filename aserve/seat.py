@@ -219,6 +219,8 @@ class SchedulerStats(NamedTuple):
     num_blocks_cached: int
     num_preemptions: int
     num_swaps: int
+    num_blocks_out: int  # copied to the host pool, and back
+    num_blocks_in: int
     num_yields: int  # preemptions for a tenant that was under-served; the others were for want of memory
     num_prompt_tokens: int  # of admitted requests
     num_prefix_hit_tokens: int  # of those, found in the prefix cache

@@ -100,7 +100,7 @@ class Tokenizer:
     def detokenizer(self, prompt: Items[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """An incremental decoder for one output that follows `prompt`."""
         if self._tables is not None:
-            return from_table(self._tables[skip_special_tokens])
+            return from_table(self._tables[skip_special_tokens], prompt)
         return WindowDetokenizer(lambda ids: self._backend.decode(ids, skip_special_tokens), prompt)
 
     def token_text(self, token_id: int) -> str:
@@ -119,7 +119,7 @@ class Tokenizer:
 
     def vocabulary(self) -> list[bytes] | None:
         """The bytes of every token by id, b"" for an id that is none; None where they are not known one by one."""
-        if self._tables is None:
+        if self._tables is None or self._tables[0].style == "words":  # there, spaces belong to no token
             return None
         table = TokenTable(
             self._tables[0].style, self._backend.id_to_token
@@ -291,7 +291,7 @@ def from_backend(
         bos_token_id=bos,
         special_tokens=specials,
         skip_ids=[token_id for token_id, token in added.items() if token.special],
-        style=_part(tokenizer.decoder),
+        style=_part(tokenizer.decoder) or {"type": "Words"},
         chat_templates=chat_templates,
         longest_token=_longest_token(tokenizer),
     )

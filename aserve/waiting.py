@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from aserve.forecast import Ahead
 from aserve.policy import Policy
 from aserve.request import Request
 
@@ -24,6 +25,8 @@ class WaitingLine:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._returning: list[tuple[Rank, Request]] = []
+        self._new: dict[Request, None] = {}  # those that wait with the policy
+        self._by_tenant: dict[str, dict[int, Ahead]] = {}  # of these, by priority
 
     def __len__(self) -> int:
         return len(self._policy) + len(self._returning)
@@ -36,6 +39,29 @@ class WaitingLine:
     def add(self, request: Request) -> None:
         """A new request."""
         self._policy.add(request)
+        self._new[request] = None
+        self._count(request, 1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        levels = self._by_tenant.setdefault(request.tenant, {})
+        requests, tokens, sequences = levels.get(request.priority, Ahead())
+        left = Ahead(requests + sign, tokens + sign * len(request.prompt), sequences + sign * len(request.sequences))
+        levels[request.priority] = left
+        if not left.num_requests:
+            del levels[request.priority]
+            if not levels:
+                del self._by_tenant[request.tenant]
+
+    def num_new(self, tenant: str) -> int:
+        """The tenant's requests that have not run yet."""
+        return sum(level.num_requests for level in self._by_tenant.get(tenant, {}).values())
+
+    def ahead(self, tenant: str, priority: int) -> Ahead:
+        """What a request that comes now can surely not overtake."""
+        if not self._policy.in_order:
+            return Ahead()
+        levels = [level for each, level in self._by_tenant.get(tenant, {}).items() if each <= priority]
+        return Ahead(*map(sum, zip(*levels, strict=True))) if levels else Ahead()
 
     def peek(self, now: float) -> Request | None:
         """The new request that is next."""
@@ -53,3 +79,6 @@ class WaitingLine:
             del self._returning[at]
         else:
             self._policy.remove(request)
+            if request in self._new:
+                del self._new[request]
+                self._count(request, -1)

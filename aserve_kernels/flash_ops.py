@@ -14,10 +14,12 @@ from aserve_kernels import triton_ops
 from aserve_kernels.ops import AttentionMeta
 from aserve_kernels.triton.attention import decode_attention
 from aserve_kernels.triton_ops import (
+    add_layer_norm_,
     add_rms_norm_,
     copy_blocks_,
     gated_mlp,
     gather_blocks,
+    layer_norm,
     rms_norm,
     rotary_kv_write_,
     sample,
@@ -29,10 +31,12 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 from flash_attn.cute.interface import _flash_attn_fwd  # writes into a given tensor; no autograd
 
 __all__ = [
+    "add_layer_norm_",
     "add_rms_norm_",
     "copy_blocks_",
     "gated_mlp",
     "gather_blocks",
+    "layer_norm",
     "paged_attention",
     "rms_norm",
     "rotary_kv_write_",
@@ -59,10 +63,10 @@ def paged_attention(
     if num_decodes:
         decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
     _flash_attn_fwd(
-        query[num_decodes:],
+        query,
         key_cache,
         value_cache,
-        cu_seqlens_q=_chunk_starts(meta),
+        cu_seqlens_q=meta.query_starts[num_decodes:],  # they need not begin with token `num_decodes`
         max_seqlen_q=meta.max_query_len,
         seqused_k=meta.seq_lens[num_decodes:],
         max_seqlen_k=meta.max_seq_len,
@@ -72,16 +76,6 @@ def paged_attention(
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
         softcap=softcap or 0.0,
-        out=out[num_decodes:],
+        out=out,
     )
     return out.view(query.shape[0], -1)
-
-
-def _chunk_starts(meta: AttentionMeta) -> Tensor:
-    """query_starts of the chunks, from 0; made once a step."""
-    if meta.num_decodes == 0:
-        return meta.query_starts
-    starts = meta.memo.get("flash_starts")
-    if starts is None:
-        starts = meta.memo["flash_starts"] = meta.query_starts[meta.num_decodes :] - meta.num_decodes
-    return starts

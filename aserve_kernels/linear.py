@@ -20,16 +20,20 @@ _LEAST_ROWS = 4  # oneDNN takes longer for one to three bfloat16 rows than for f
 
 
 class PackedLinear:
-    """y = x weight^T + bias for weight [out, in]. The packed weight is a private copy: drop the original."""
+    """y = act(x weight^T + bias) for weight [out, in]. The packed weight is a private copy: drop the original.
 
-    __slots__ = ("_linear", "bias", "in_features", "out_features", "packed", "weight")
+    `activation` is "relu", "silu", "gelu", "gelu_tanh" or None: applied as products are stored, where that can be.
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    __slots__ = ("_activation", "_linear", "bias", "in_features", "out_features", "packed", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
+        self._activation = activation
         self.packed: Tensor | None = None
         self.weight: Tensor | None = weight
-        self._linear: Callable[..., Tensor] = functional.linear
+        self._linear: Callable[..., Tensor] = _plain_linear
         if weight.device.type == "cuda":
             from aserve_kernels.triton.linear import linear
 
@@ -41,17 +45,38 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype, accumulated in float32."""
         if self.packed is not None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x), self.packed, self.bias, "none", [], "")
+            name, variant = ("none", "") if self._activation is None else _ONEDNN_ACTIVATIONS[self._activation]
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x), self.packed, self.bias, name, [], variant)
             return out[: x.shape[0]]
         assert self.weight is not None
-        return self._linear(x, self.weight, self.bias)
+        return self._linear(x, self.weight, self.bias, self._activation)
+
+
+def activate_(x: Tensor, activation: str) -> Tensor:
+    """The activation of x; x may be overwritten."""
+    match activation:
+        case "relu":
+            return x.relu_()
+        case "silu":
+            return functional.silu(x, inplace=True)
+        case "gelu":
+            return functional.gelu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case _:
+            raise ValueError(f"unknown activation {activation!r}")
+
+
+def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    out = functional.linear(x, weight, bias)
+    return out if activation is None else activate_(out, activation)
 
 
 class GatedLinear:
     """act(x G^T + g) * (x U^T + u) for weight [2F, in] = [G | U], or G and U apart, and bias [2F] = [g | u].
 
-    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernel does for one token;
-    otherwise `gated_mlp` (ops.Kernels') follows one product.
+    On CPU oneDNN activates and multiplies while it stores its products, and on CUDA our kernels do for one token
+    and for some larger counts; otherwise `gated_mlp` (ops.Kernels') follows one product.
     """
 
     __slots__ = ("_activation", "_bias", "_few", "_fused", "_gate", "_gated_mlp", "_up")
@@ -91,7 +116,12 @@ class GatedLinear:
         return out[: x.shape[0]]
 
 
-_ONEDNN_ACTIVATIONS = {"silu": ("swish", None), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+_ONEDNN_ACTIVATIONS = {
+    "relu": ("relu", None),
+    "silu": ("swish", None),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+}
 
 
 def _padded(x: Tensor) -> Tensor:

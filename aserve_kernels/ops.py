@@ -18,7 +18,7 @@ from torch import Tensor
 class AttentionMeta:
     """Where each row's tokens and context are. Device tensors; the ints are host-side bounds fixed at capture."""
 
-    num_decodes: int  # rows [0, num_decodes) have exactly one token each
+    num_decodes: int  # rows [0, num_decodes) have one token each, and the last of them none where seq_lens is 0
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]: block * block_size + offset, where each token's K and V are written
     query_starts: Tensor  # int32 [R + 1]: row r's tokens are [query_starts[r], query_starts[r + 1])
@@ -59,6 +59,14 @@ class Kernels(Protocol):
 
     def add_rms_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; returns rms_norm(residual)."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """x [..., H] less its mean, scaled to unit variance in float32, times weight plus bias."""
+        ...
+
+    def add_layer_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """residual += x in place; returns layer_norm(residual)."""
         ...
 
     def gated_mlp(self, gate_up: Tensor, activation: str) -> Tensor:

@@ -17,10 +17,12 @@ from aserve_kernels.ops import AttentionMeta
 from aserve_kernels.torch_sample import sample
 
 __all__ = [
+    "add_layer_norm_",
     "add_rms_norm_",
     "copy_blocks_",
     "gated_mlp",
     "gather_blocks",
+    "layer_norm",
     "paged_attention",
     "rms_norm",
     "rotary_kv_write_",
@@ -50,6 +52,15 @@ def _constant(value: float, device: torch.device) -> Tensor:
 def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     residual += x
     return rms_norm(residual, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_layer_norm_(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    residual += x
+    return layer_norm(residual, weight, bias, eps)
 
 
 def gated_mlp(gate_up: Tensor, activation: str) -> Tensor:
@@ -104,11 +115,10 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    num_decodes = meta.num_decodes
-    num_rows = meta.seq_lens.shape[0]
-    if num_decodes == num_rows:
+    num_decodes = _num_decodes(meta)
+    if num_decodes == query.shape[0]:
         return _decode_attention(query, key_cache, value_cache, meta, scale, window, softcap)
-    out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
+    out = torch.zeros(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
     if num_decodes:
         part = _decode_attention(query[:num_decodes], key_cache, value_cache, meta, scale, window, softcap)
         out[:num_decodes] = part
@@ -121,6 +131,15 @@ def paged_attention(
                 query[low:high], key_cache, value_cache, table, limit, scale, window, softcap
             )
     return out
+
+
+def _num_decodes(meta: AttentionMeta) -> int:
+    """Rows of one token that are not missing."""
+    found = meta.memo.get("num_decodes")
+    if found is None:
+        lens = meta.seq_lens[: meta.num_decodes]
+        found = meta.memo["num_decodes"] = int(lens.count_nonzero()) if lens.device.type == "cpu" else len(lens)
+    return int(found)
 
 
 def _chunk_spans(meta: AttentionMeta) -> list[tuple[int, int, int, int]]:
@@ -205,11 +224,12 @@ def _decode_pages(meta: AttentionMeta, block_size: int, window: int | None) -> t
     found = meta.memo.get(("decode_pages", window))
     if found is not None:
         return found  # type: ignore[no-any-return]
-    seq_lens = meta.seq_lens[: meta.num_decodes].long().unsqueeze(1)
+    num_decodes = _num_decodes(meta)
+    seq_lens = meta.seq_lens[:num_decodes].long().unsqueeze(1)
     device = seq_lens.device
     longest = int(seq_lens.max()) if device.type == "cpu" else meta.max_seq_len
     num_pages = min((longest + block_size - 1) // block_size, meta.block_tables.shape[1])
-    tables = meta.block_tables[: meta.num_decodes]
+    tables = meta.block_tables[:num_decodes]
     if window is not None and (window + block_size - 2) // block_size + 1 < num_pages:
         num_pages = (window + block_size - 2) // block_size + 1  # the most pages that `window` positions touch
         first = (seq_lens - window).clamp_(min=0) // block_size

@@ -37,9 +37,7 @@ class ChatCompletions(GenerationEndpoint[ChatBody]):
             add_generation_prompt=opening,
             continue_final_message=continued,
             chat_template_kwargs=body.chat_template_kwargs,
-            label=record.label,
-            **body.submit_arguments(),
-            **self.options.submit_arguments(),
+            **(body.submit_arguments() | self.options.submit_arguments() | record.submit_arguments()),
         )
         return await submit_all([stream])
 

@@ -24,7 +24,7 @@ class Completions(GenerationEndpoint[CompletionBody]):
     kind = CompletionBody
 
     async def submit(self, body: CompletionBody, params: SamplingParams, record: Record) -> list[Stream]:
-        arguments = body.submit_arguments() | self.options.submit_arguments() | {"label": record.label}
+        arguments = body.submit_arguments() | self.options.submit_arguments() | record.submit_arguments()
         if body.add_special_tokens is not None:
             arguments["add_special_tokens"] = body.add_special_tokens
         return await submit_all(self.engine.submit(prompt, params, **arguments) for prompt in body.prompts())

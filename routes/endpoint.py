@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from aserve import Completion, Engine, InvalidRequestError, NotFoundError, SamplingParams, SlowReader, Stream
 from routes.chunks import B, Job
 from routes.http import ClientGone, endpoint_errors, header, json_response, read_body, unless_gone, warning_headers
+from routes.middleware import tenant_of
 from routes.records import Live, Record, abnormal
 from routes.resume import Sessions
 from routes.schemas import parse, unknown_fields
@@ -94,6 +95,7 @@ class GenerationEndpoint(ABC, Generic[B]):
                 return
             self.engine.check()
             record: Record = scope["aserve.record"]
+            record.tenant = tenant_of(scope)
             grace = self.sessions.grace_of(scope)
             raw = await read_body(scope, receive, self.options.max_body_bytes)
             if self.options.log_requests:

@@ -46,12 +46,22 @@ def completion_logprobs(
         text, raw = token_text(decoder, token_id)
         shape["tokens"].append(text)
         shape["token_logprobs"].append(None if logprob is None else max(logprob, FLOOR))
-        best = None if top is None else {token_text(decoder, i)[0]: max(value, FLOOR) for i, value in top[:num_top]}
-        shape["top_logprobs"].append(best if best is None else {**best, text: shape["token_logprobs"][-1]})
+        best = None if top is None else _by_text(decoder, [*top[:num_top], (token_id, logprob)], token_id)
+        shape["top_logprobs"].append(best)
         shape["text_offset"].append(offset)
         if decoder is not None and token_id != decoder.bos_token_id:  # which no text shows
             offset += len(raw.decode(errors="ignore"))
     return shape
+
+
+def _by_text(decoder: Decoder | None, pairs: Sequence[tuple[int, Any]], chosen: int) -> dict[str, float]:
+    """Logprobs by text. Several tokens may have one text: it is then the chosen one's, or the best one's."""
+    names = {chosen: token_text(decoder, chosen)[0]}
+    for token_id, _ in pairs:
+        if token_id not in names:
+            text = token_text(decoder, token_id)[0]
+            names[token_id] = f"token_id:{token_id}" if text in names.values() else text
+    return {names[token_id]: max(value, FLOOR) for token_id, value in pairs}
 
 
 def prompt_logprobs(decoder: Decoder | None, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
@@ -63,6 +69,14 @@ class EngineCollector(Collector):
         for labels, count in stats.preemptions.items():
             preemptions.add_metric(labels, count)
         yield preemptions
+        swapped = CounterMetricFamily("aserve_swap_bytes", "KV copied between the pools", labels=["direction"])
+        swapped.add_metric(["out"], stats.swap_out_bytes)
+        swapped.add_metric(["in"], stats.swap_in_bytes)
+        yield swapped
+        waits = SummaryMetricFamily("aserve_tenant_queue_seconds", "Arrival to first step", labels=["tenant"])
+        for tenant, (count, total) in metrics.waits.items():
+            waits.add_metric([tenant], count, total)
+        yield waits
         if stats.last_step_age is not None:
             when = time.time() - stats.last_step_age
             yield GaugeMetricFamily("aserve_last_step_timestamp_seconds", "When the last step was done", value=when)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aserve import AuthenticationError, Engine, OverloadedError
+from aserve import AuthenticationError, Engine, TooManyRequestsError
 from routes.http import error_response, header, route_path
 from routes.records import QUIET_PATHS, Record
 
@@ -68,14 +68,6 @@ class RequestLog:
             )
 
 
-class TooManyRequestsError(OverloadedError):
-    """The key has as many requests in flight as it may have."""
-
-    status = 429
-    type = "rate_limit_error"
-    code = "too_many_requests"
-
-
 class ApiKeys:
     """Asks for `Authorization: Bearer KEY` on every path but OPEN_PATHS. With `limit`, a key may have that many
     requests in flight."""
@@ -119,6 +111,12 @@ class ApiKeys:
         # Every key is compared, in constant time: how long it takes says nothing about any of them.
         scope["aserve.api_key"] = given  # whose streams the caller may resume
         return any([hmac.compare_digest(given, digest) for digest in self._digests])
+
+
+def tenant_of(scope: Scope) -> str | None:
+    """A name that stands for the caller's API key and does not give it away; None without keys."""
+    key: bytes | None = scope.get("aserve.api_key")
+    return None if key is None else f"key-{key.hex()[:12]}"
 
 
 def _digest(key: str) -> bytes:

@@ -41,6 +41,7 @@ class Record:
     """One HTTP request, for its access-log line. Times are seconds of the monotonic clock."""
 
     label: str  # the client's X-Request-ID, or ours
+    tenant: str | None = None  # stands for the API key; None without keys
     start: float = field(default_factory=time.perf_counter)
     streams: Sequence[Stream] = ()
     first_token: float | None = None
@@ -49,6 +50,10 @@ class Record:
     cancellation: AserveError | None = None
     away: Callable[[], None] | None = None  # what cancels a resumable request whose client is away
     _scope: anyio.CancelScope | None = None
+
+    def submit_arguments(self) -> dict[str, str]:
+        """What engine.submit takes of it. A key's requests are one tenant's, whatever `user` their bodies name."""
+        return {"label": self.label} | ({} if self.tenant is None else {"tenant": self.tenant})
 
     def token(self) -> None:
         """Notes the time of the first token."""

@@ -49,9 +49,7 @@ class Responses(GenerationEndpoint[ResponseBody]):
             params,
             tools=tools if body.tool_choice != "none" else None,
             chat_template_kwargs=body.chat_template_kwargs,
-            label=record.label,
-            **body.submit_arguments(),
-            **self.options.submit_arguments(),
+            **(body.submit_arguments() | self.options.submit_arguments() | record.submit_arguments()),
         )
         return await submit_all([stream])
 

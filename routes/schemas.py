@@ -107,7 +107,7 @@ class Body(msgspec.Struct, kw_only=True):
     def aliases(self) -> dict[str, str]:
         """The client's own names of parameters that it gave by another one."""
         drawn = self.best_of is not None and self.best_of > (self.n or 1)
-        return {"n": "best_of"} if drawn and not self.use_beam_search else {}
+        return {"n": "best_of"} if drawn else {}
 
     def rename(self, error: InvalidRequestError) -> None:
         """Puts the client's own names into an error about how many tokens it asked for."""

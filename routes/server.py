@@ -18,14 +18,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aserve import ConfigError, Engine, EngineConfig
+from aserve import ConfigError, Engine, EngineConfig, profiled
 from routes.app import create_app
 from routes.logs import logging_to_stderr
 from routes.protocol import Protocol
@@ -97,7 +98,9 @@ def _run(app: ASGIApp, engine: Engine, listener: socket.socket, options: ServerO
         ssl_certfile=options.ssl_certfile,
         timeout_graceful_shutdown=int(_CLOSE_SECONDS),
     )
-    server = Server(settings, engine, options.drain_timeout, exit_on_death=options.exit_on_death)
+    server = Server(
+        settings, engine, options.drain_timeout, exit_on_death=options.exit_on_death, profile=options.profile
+    )
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         return runner.run(server.run_engine(listener))
 
@@ -184,9 +187,16 @@ class Server(uvicorn.Server):
     """uvicorn, with a drain between the first signal and its own shutdown."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: Engine, drain_timeout: float, *, exit_on_death: bool = True
+        self,
+        config: uvicorn.Config,
+        engine: Engine,
+        drain_timeout: float,
+        *,
+        exit_on_death: bool = True,
+        profile: str | None = None,
     ) -> None:
         super().__init__(config)
+        self._profile = profile
         self._engine = engine
         self._exit_on_death = exit_on_death
         self._drain_timeout = drain_timeout
@@ -210,7 +220,8 @@ class Server(uvicorn.Server):
                 self._log_ready()
                 died = asyncio.create_task(self._engine.died())
                 ends = [serving, signalled, died] if self._exit_on_death else [serving, signalled]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                async with profiled(self._engine, Path(self._profile), window=True) if self._profile else nullcontext():
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if died.done() and not signalled.done():
                     log.critical("exiting, because the engine is dead: a supervisor should start the server again")
                 died.cancel()

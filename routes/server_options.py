@@ -54,6 +54,7 @@ class ServerOptions:
     root_path: str = ""  # where a proxy mounts the server
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
+    profile: str | None = None  # a directory for the steps' times and a trace
     app: str | None = None  # pkg.module:create_app
 
     def __post_init__(self) -> None:

@@ -119,6 +119,9 @@ class FakeRunner:
         assert isinstance(handle, StepResult)
         return handle
 
+    def idle(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed = True
 
@@ -194,6 +197,8 @@ class FakeRunner:
         for chunk in plan.chunks:
             self._check_chunk(chunk)
             rows.append((self._forward(chunk.slot, chunk.start, chunk.tokens), chunk.draws))
+            for slot in chunk.draws if self.slots[chunk.slot].lost else ():
+                self.slots[slot].lost = True  # it draws from KV that is unknown, and will read it
         result = StepResult(plan.number, [])
         masks = {slot: mask.read() for slot, mask in plan.masks}
         bad = []

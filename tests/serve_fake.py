@@ -32,7 +32,7 @@ def main(port: int, given: dict[str, Any]) -> int:
     max_model_len = given.pop("max_model_len", 4096)
     names = {field.name for field in dataclasses.fields(ServerOptions)}
     options = ServerOptions(
-        tool_call_parser="hermes", **{name: value for name, value in given.items() if name in names}
+        **{"tool_call_parser": "hermes"} | {name: value for name, value in given.items() if name in names}
     )
     config = EngineConfig(model="fake", **{name: value for name, value in given.items() if name not in names})
     runner = FaultyRunner(

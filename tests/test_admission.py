@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from aserve.admission import Limits, admit
+from aserve.admission import Limits, Load, admit
 from aserve.config import EngineConfig
-from aserve.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from aserve.errors import ContextLengthError, InvalidRequestError, OverloadedError, TooManyRequestsError
 from aserve.plan import WorkerInfo
 from aserve.request import SamplingParams
 
@@ -103,15 +104,15 @@ def test_min_tokens_beyond_the_room_is_refused() -> None:
 
 
 def test_a_full_queue_asks_to_retry() -> None:
-    assert admit(prompt(4), SamplingParams(), LIMITS, num_waiting=4)
+    assert admit(prompt(4), SamplingParams(), LIMITS, Load(num_waiting=4))
     with pytest.raises(OverloadedError) as caught:
-        admit(prompt(4), SamplingParams(), LIMITS, num_waiting=5, retry_after=7.0)
+        admit(prompt(4), SamplingParams(), LIMITS, Load(num_waiting=5, least_wait=7.0))
     assert caught.value.retry_after == 7.0 and caught.value.status == 503
 
 
 def test_a_request_that_is_wrong_is_told_so_even_when_the_queue_is_full() -> None:
     with pytest.raises(InvalidRequestError):
-        admit((), SamplingParams(), LIMITS, num_waiting=100)
+        admit((), SamplingParams(), LIMITS, Load(num_waiting=100))
 
 
 def test_limits_come_from_options_and_worker() -> None:
@@ -129,3 +130,26 @@ def test_limits_come_from_options_and_worker() -> None:
     )
     limits = Limits.create(EngineConfig(max_n=4, max_queue=5), info)
     assert (limits.max_num_seqs, limits.max_n, limits.max_queue, limits.pool_tokens) == (6, 4, 5, 128)
+
+
+def test_a_tenant_with_as_many_waiting_as_it_may_is_refused_alone() -> None:
+    limits = replace(LIMITS, max_queue_per_tenant=2)
+    assert admit(prompt(4), SamplingParams(), limits, Load(num_waiting=4, num_of_tenant=1))
+    with pytest.raises(TooManyRequestsError, match="--max-queue-per-tenant 2") as caught:
+        admit(prompt(4), SamplingParams(), limits, Load(num_waiting=2, num_of_tenant=2, least_wait=9.0))
+    assert caught.value.status == 429 and caught.value.retry_after == 9.0
+
+
+def test_a_queue_that_outlasts_a_requests_patience_refuses_it() -> None:
+    load = Load(num_waiting=3, least_wait=4.0)
+    assert admit(prompt(4), SamplingParams(), LIMITS, load, patience=4.0)
+    assert admit(prompt(4), SamplingParams(), LIMITS, load)
+    with pytest.raises(OverloadedError, match="ttft_timeout") as caught:
+        admit(prompt(4), SamplingParams(), LIMITS, load, patience=3.9)
+    assert caught.value.retry_after == 4.0
+
+
+def test_nobody_is_sent_away_for_longer_than_a_minute() -> None:
+    with pytest.raises(OverloadedError) as caught:
+        admit(prompt(4), SamplingParams(), LIMITS, Load(num_waiting=5, least_wait=1e6))
+    assert caught.value.retry_after == 60.0

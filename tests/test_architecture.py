@@ -51,8 +51,8 @@ LAYERS = (
     _layer("words", "beams config constraint errors request plan", "", stdlib_only=True),
     _layer(
         "pure",
-        "admission batch beam_groups block_manager claims deadlines detokenizer lazy_heap metrics policy preemption"
-        " prefix_cache quarantine residency results roster scheduler seat simulation.* waiting",
+        "admission batch beam_groups block_manager claims deadlines detokenizer forecast lazy_heap metrics policy"
+        " preemption prefix_cache quarantine residency results roster scheduler seat simulation.* steps waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
@@ -68,9 +68,12 @@ LAYERS = (
         "words pure executor",
         WEB | {"torch"},
     ),
-    _layer("public", "aserve", "words pure async"),
+    _layer("profiling", "profiling", "words pure async", WEB),
+    _layer("public", "aserve", "words pure async profiling"),
     _layer(
-        "program", "cli simulation.command __main__ bench.*", "words pure models executor async public routes program"
+        "program",
+        "cli simulation.command __main__ bench.*",
+        "words pure models executor async profiling public routes program",
     ),
     _layer("routes", "routes.*", "public", frozenset({"torch", "transformers"})),
 )

@@ -147,6 +147,23 @@ def test_a_recomputed_group_computes_what_its_beams_share_once(steps: int, depth
     assert num_computed(driver.runner.plans[before:], whole) == whole
 
 
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_cached_blocks_of_beams_hold_what_their_names_say(depth: int, preemption: Any) -> None:
+    driver = Driver(depth=depth, preemption=preemption, num_cpu_blocks=60, max_num_batched_tokens=8)
+    requests = [make_request(prompt(6), beams(3, 40, length_penalty=penalty)) for penalty in (1.0, 0.5)]
+    driver.add(*requests)
+    for step in range(400):
+        if driver.scheduler.num_unfinished:
+            driver.step()
+            running = list(driver.scheduler._batch.groups)
+            if step % 7 == 6 and running:
+                preempt(driver, running[step % len(running)])
+    driver.run()
+    assert driver.scheduler.stats().num_preemptions >= 5
+    assert num_computed(driver.runner.plans, 4) == 4
+
+
 def test_beams_that_do_not_fit_beside_others_take_their_blocks() -> None:
     driver = Driver(num_gpu_blocks=16, prefix_caching=False, num_cpu_blocks=20, preemption="swap")
     first = make_request(prompt(8), beams(4, 20))

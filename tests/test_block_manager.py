@@ -54,6 +54,26 @@ def test_a_shared_block_is_copied_before_writing_and_the_last_owner_keeps_it() -
     assert blocks.num_used == 0
 
 
+def test_a_table_becomes_equal_to_another_and_keeps_what_both_begin_with() -> None:
+    blocks = BlockManager(8, 0, 4)
+    source = filled(blocks, 3)
+    table = BlockTable()
+    blocks.share(table, source.blocks[:1])
+    blocks.allocate(table, 2)
+    blocks.fork(table, source)
+    assert table.blocks == source.blocks and blocks.num_used == 3
+    assert [blocks.num_owners(block) for block in source.blocks] == [2, 2, 2]
+    blocks.fork(table, source)
+    assert [blocks.num_owners(block) for block in source.blocks] == [2, 2, 2]
+    longer = filled(blocks, 4)
+    blocks.fork(longer, source)
+    blocks.check_invariants()
+    assert longer.blocks == source.blocks and blocks.num_used == 3
+    for each in (source, table, longer):
+        blocks.release(each)
+    assert blocks.num_used == 0
+
+
 def test_a_released_block_is_found_again_by_its_name() -> None:
     blocks = BlockManager(4, 0, 4)
     table = filled(blocks, 2)

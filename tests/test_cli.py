@@ -128,6 +128,8 @@ def test_keys_come_from_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ["serve", "--api-key-file", "/nonexistent"],
         ["serve", "--port", "0", "--ssl-keyfile", "key.pem"],
         ["serve", "--block-size", "3"],
+        ["serve", "--max-n", "129"],
+        ["serve", "--ping-interval", "0"],
         ["serve", "--port", "70000"],
         ["serve", "/nonexistent", "--port", "0"],
         ["generate", "a", "b", "c"],

@@ -14,11 +14,17 @@ import pytest
 from aserve import (
     AserveError,
     AuthenticationError,
+    ChatDelta,
     Client,
+    DeadlineError,
+    EngineDeadError,
     InvalidRequestError,
+    MediaTypeError,
     NotFoundError,
     OverloadedError,
     RequestFailedError,
+    RequestTooLargeError,
+    ToolCallDelta,
 )
 from tests.engine_util import VIRTUAL
 
@@ -88,7 +94,9 @@ async def test_chat_deltas_are_read_from_content() -> None:
         (400, InvalidRequestError),
         (401, AuthenticationError),
         (404, NotFoundError),
-        (413, InvalidRequestError),
+        (413, RequestTooLargeError),
+        (415, MediaTypeError),
+        (504, DeadlineError),
         (503, OverloadedError),
         (500, RequestFailedError),
     ],
@@ -99,6 +107,31 @@ async def test_a_refusal_is_raised_as_its_own_error(status: int, error: type[Ase
         await anext(aiter(client(Script([body]), status).complete("x")))
     with pytest.raises(error, match=f"HTTP {status}"):  # a proxy's page, not ours
         await anext(aiter(client(Script([b"<html>"]), status).complete("x")))
+
+
+async def test_chat_deltas_have_reasoning_and_tool_calls() -> None:
+    begun = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    pieces = [begun, {"index": 0, "function": {"arguments": "{}"}}]
+    chunks = [{"reasoning_content": "hm"}, *({"tool_calls": [piece]} for piece in pieces)]
+    body = [event(choices=[{"index": 0, "delta": delta, "finish_reason": None}]) for delta in chunks]
+    chat = client(Script([*body, b"data: [DONE]\n\n"])).chat([{"role": "user", "content": "x"}])
+    deltas = [delta async for delta in chat]
+    assert all(isinstance(delta, ChatDelta) for delta in deltas)
+    assert [delta.reasoning for delta in deltas] == ["hm", "", ""]
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert calls == [ToolCallDelta(0, "c1", "f", ""), ToolCallDelta(0, "", "", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("deadline_exceeded", DeadlineError), ("engine_dead", EngineDeadError), ("request_cancelled", RequestFailedError)],
+)
+async def test_an_error_in_mid_stream_has_its_class_by_its_code(code: str, error: type[AserveError]) -> None:
+    script = Script([text("a"), event(error={"message": "it ended", "code": code})])
+    with pytest.raises(error, match="it ended") as caught:
+        _ = [delta async for delta in client(script).complete("x")]
+    assert type(caught.value) is error
+    assert caught.value.code == code
 
 
 async def test_an_error_inside_the_stream_is_raised() -> None:

@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as WordTokenizer
 
-from aserve.detokenizer import Detokenizer, StopFinder, TokenTable, WindowDetokenizer, from_table, table_style
+from aserve.detokenizer import (
+    Detokenizer,
+    StopFinder,
+    StopWatch,
+    TokenTable,
+    WindowDetokenizer,
+    from_table,
+    table_style,
+)
 from aserve.models.files import resolve
-from aserve.tokenizer import _part, load
+from aserve.tokenizer import _part, from_backend, load
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -218,3 +227,42 @@ def test_the_demo_models_vocabulary_decodes_the_same_in_pieces() -> None:
         for skip in (True, False):
             decoder = tokenizer.detokenizer((), skip)
             assert "".join([*map(decoder.push, ids), decoder.flush()]) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("style", ["bytes", "runs", "window"])
+def test_a_fork_goes_its_own_way(style: str) -> None:
+    tokenizer = TABLES["runs" if style == "runs" else "bytes"]
+    whole, other = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a 你 b", "a 你你 a"))
+    common = next(i for i, (x, y) in enumerate(zip(whole, other, strict=False)) if x != y)
+    for cut in range(common + 1):
+        first = WindowDetokenizer(tokenizer.decode) if style == "window" else detokenizer(tokenizer)
+        start = "".join(first.push(token) for token in whole[:cut])
+        second = first.fork()
+        for each, ids in ((first, whole), (second, other)):
+            text = start + "".join(each.push(token) for token in ids[cut:]) + each.flush()
+            assert text == tokenizer.decode(ids)
+
+
+def test_a_watch_finds_what_a_finder_finds_and_its_forks_do_not_meet() -> None:
+    tokenizer = TABLES["bytes"]
+    ids = tokenizer.encode("the lazy dog", add_special_tokens=False).ids
+    watch = StopWatch(detokenizer(tokenizer), StopFinder(("zy d",)))
+    assert not any(watch.push(token) for token in ids[:-3])
+    fork, late = watch.fork(), StopWatch(detokenizer(tokenizer), StopFinder(("zy d",)), num_unchecked=len(ids))
+    assert any(watch.push(token) for token in ids[-3:])
+    [other] = tokenizer.encode("x", add_special_tokens=False).ids
+    assert not fork.push(other)
+    assert not any(late.push(token) for token in ids)
+
+
+def test_words_without_a_decoder_are_joined_as_the_tokenizer_joins_them() -> None:
+    words = WordTokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "c": 3}, unk_token="a"))
+    words.add_special_tokens(["<s>"])
+    tokenizer = from_backend(words)
+    for prompt in ([0, 1], [2], []):
+        for output in ([3, 2, 0, 7, 1], [2, 1]):
+            decoder = tokenizer.detokenizer(prompt)
+            text = "".join([decoder.push(token) for token in output]) + decoder.flush()
+            before, whole = (tokenizer.decode(ids) for ids in (prompt, prompt + output))
+            assert text == whole[len(before) :]
+    assert tokenizer.vocabulary() is None

@@ -17,6 +17,7 @@ from aserve.errors import (
     InvalidRequestError,
     OverloadedError,
     RequestFailedError,
+    TooManyRequestsError,
 )
 from aserve.executors import StepError
 from aserve.executors.thread import ThreadExecutor
@@ -279,6 +280,17 @@ async def test_a_full_queue_refuses(depth: int) -> None:
             await engine.submit(PROMPT, greedy(3))
         await first.aclose()
         await second.aclose()
+
+
+async def test_a_full_queue_of_one_tenant_refuses_that_tenant_alone(depth: int) -> None:
+    async with held(word_runner(depth=depth), max_queue_per_tenant=1) as (engine, _):
+        streams = [await engine.submit(PROMPT, greedy(3), tenant=tenant) for tenant in ("a", "b")]
+        with pytest.raises(TooManyRequestsError, match="--max-queue-per-tenant 1") as caught:
+            await engine.submit(PROMPT, greedy(3), tenant="a")
+        assert caught.value.status == 429 and caught.value.retry_after == 1.0
+        for stream in streams:
+            await stream.aclose()
+        assert engine.metrics.num_refused == 1
 
 
 async def test_long_text_is_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

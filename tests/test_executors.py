@@ -24,6 +24,7 @@ class ScriptedRunner:
         self.on_load: Callable[[], None] = lambda: None
         self.on_launch: Callable[[StepPlan], None] = lambda plan: None
         self.on_wait: Callable[[StepPlan], None] = lambda plan: None
+        self.on_idle: Callable[[], bool] = lambda: False
         self.threads: list[tuple[str, str]] = []
         self.closed = 0
 
@@ -45,6 +46,9 @@ class ScriptedRunner:
         self._note("wait")
         self.on_wait(handle)
         return StepResult(handle.number, [handle.number])
+
+    def idle(self) -> bool:
+        return self.on_idle()
 
     def close(self) -> None:
         self._note("close")
@@ -84,6 +88,40 @@ async def test_results_come_in_order_from_the_threads_that_own_them(depth: int, 
     waiter = "x-model" if depth == 1 else "x-wait"
     assert {name for what, name in runner.threads if what == "wait"} == {waiter}
     assert {name for what, name in runner.threads if what != "wait"} == {"x-model"}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_runner_does_what_can_wait_while_no_step_is_in_flight(depth: int, threads_end: None) -> None:
+    runner = ScriptedRunner(depth)
+    pieces = 4
+    idled, running, hold, finished = (threading.Event() for _ in range(4))
+    during: list[int] = []
+
+    def idle() -> bool:
+        nonlocal pieces
+        if running.is_set():
+            during.append(pieces)
+        if pieces == 2:
+            idled.set()
+            block_on(hold)
+        pieces -= 1
+        if not pieces:
+            finished.set()
+        return pieces > 0
+
+    runner.on_idle = idle
+    runner.on_launch = lambda plan: running.set()
+    runner.on_wait = lambda plan: running.clear()
+    executor = ThreadExecutor(runner)
+    await executor.start()
+    await asyncio.to_thread(block_on, idled)
+    step = executor.submit(StepPlan(1))  # comes in the midst of a piece
+    hold.set()
+    assert (await step).tokens == [1]
+    await asyncio.to_thread(block_on, finished)
+    assert (await executor.submit(StepPlan(2))).tokens == [2]
+    assert during == []
+    await executor.stop()
 
 
 async def test_a_runner_can_be_made_on_the_model_thread(threads_end: None) -> None:

@@ -144,6 +144,16 @@ def test_an_overload_of_a_pool_of_half_the_need_does_not_thrash(policy: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize(("num_blocks", "share"), [(1700, 0.95), (1200, 0.9), (900, 0.8), (600, 0.7)])
+def test_an_overload_costs_no_more_than_the_smaller_batch_whatever_pool_and_policy(
+    policy: str, num_blocks: int, share: float
+) -> None:
+    check_overload(dataclasses.replace(CPU, num_gpu_blocks=num_blocks), policy, share)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_blocks", "share"), [(9000, 0.95), (5000, 0.0)])
 def test_an_overload_of_a_large_machine_loses_little_to_preemption(num_blocks: int, share: float) -> None:
     check_overload(dataclasses.replace(H200, num_gpu_blocks=num_blocks), "fair", share)

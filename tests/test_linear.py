@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from aserve_kernels import torch_ops
-from aserve_kernels.linear import GatedLinear, PackedLinear
+from aserve_kernels.linear import GatedLinear, PackedLinear, activate_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,3 +53,14 @@ def test_gating_follows_one_product_where_nothing_is_packed(monkeypatch: pytest.
     monkeypatch.setattr("aserve_kernels.linear.packs", lambda weight: False)
     plain = GatedLinear(weight, None, "silu", torch_ops.gated_mlp)(x)
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_an_activation_follows_product_and_bias(monkeypatch: pytest.MonkeyPatch, packed: bool, activation: str) -> None:
+    if not packed:
+        monkeypatch.setattr("aserve_kernels.linear.packs", lambda weight: False)
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(48, 64) / 8, torch.randn(48), torch.randn(9, 64)
+    want = activate_(functional.linear(x.double(), weight.double(), bias.double()), activation)
+    torch.testing.assert_close(PackedLinear(weight, bias, activation)(x).double(), want, atol=1e-5, rtol=1e-5)

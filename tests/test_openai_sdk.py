@@ -65,6 +65,26 @@ def test_streamed_usage(client: openai.OpenAI) -> None:
     assert usage.usage.completion_tokens == 9
 
 
+@pytest.mark.anyio
+async def test_the_asynchronous_client(process: Process) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client:
+        request = {"model": "fake", "messages": CHAT, "temperature": 0}
+        whole = await client.chat.completions.create(**request)
+        pieces = [
+            chunk.choices[0].delta.content or ""
+            async for chunk in await client.chat.completions.create(**request, stream=True)
+        ]
+        async with client.responses.stream(model="fake", input="hi<eos>", temperature=0) as stream:
+            final = await stream.get_final_response()
+    assert whole.choices[0].message.content == "".join(pieces) == final.output_text == "user: hi"
+
+
+def test_no_such_route_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.embeddings.create(model="fake", input="a")
+    assert caught.value.code == "route_not_found"
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [

@@ -350,6 +350,11 @@ async def test_tokenize_sees_what_chat_sees() -> None:
     [
         ({"best_of": 100}, "best_of", "best_of is 100"),
         ({"best_of": 60, "max_tokens": 2000}, "max_completion_tokens", "best_of x max_completion_tokens is 60 x 2000"),
+        (
+            {"best_of": 9, "use_beam_search": True, "max_tokens": 2000},
+            "max_completion_tokens",
+            "best_of x max_completion_tokens is 9 x 2000",
+        ),
         ({"n": 60, "max_tokens": 2000}, "max_completion_tokens", "n x max_completion_tokens is 60 x 2000"),
         ({"max_tokens": 10**6}, "max_completion_tokens", "and max_completion_tokens is 1000000"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -63,8 +64,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.runner.before_step = self.maybe_fail
 
     def maybe_fail(self, plan: StepPlan) -> None:
+        if self.failures == ["copy"] and not (plan.swap_out or plan.swap_in or plan.copies):
+            return
         if self.failures:
-            slots = {"one": plan.draws[:1], "all": (), "none": (99,)}[self.failures.pop()]
+            slots = {"one": plan.draws[:1], "all": (), "none": (99,), "copy": ()}[self.failures.pop()]
             raise StepError("the step failed", slots)
 
     @rule(
@@ -162,9 +165,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if left:
             self.driver.finish(left[pick % len(left)])
 
-    @rule(fault=st.sampled_from(["one", "none", "all"]))
+    @rule(fault=st.sampled_from(["one", "none", "all", "copy"]))
     def fail_next_step(self, fault: str) -> None:
         self.failures.append(fault)
+
+    @precondition(lambda self: len(self.driver.in_flight) < self.driver.depth < 3)
+    @rule(pick=st.integers(0, 100))
+    def preempt(self, pick: int) -> None:
+        """Whoever it is, whatever of it is in flight; and as ever, nobody comes in with the same plan."""
+        scheduler = self.driver.scheduler
+        running = list(scheduler._batch.groups)
+        if running:
+            scheduler._preempt(running[pick % len(running)], "memory")
+            self.driver.check()
+            with mock.patch.object(scheduler, "_admit"):
+                self.driver.launch()
 
     @precondition(lambda self: self.driver.scheduler.num_running > 0)
     @rule(slot=st.integers(0, 5))

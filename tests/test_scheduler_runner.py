@@ -18,15 +18,16 @@ PREFIX = tuple((7 * i + 3) % VOCAB for i in range(12))
 
 
 def requests() -> list[Request]:
-    """Greedy and sampled, alone and three at a time, with penalties, with a shared prefix and without."""
+    """Greedy, sampled and beams, alone and three at a time, with penalties, with a shared prefix and without."""
     kinds = (
         SamplingParams(temperature=0.0, max_tokens=20),
         SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=12),
         SamplingParams(temperature=0.8, top_p=0.9, seed=2, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=20),
         SamplingParams(temperature=1.0, seed=3, n=2, frequency_penalty=0.7, max_tokens=16),
+        SamplingParams(n=3, use_beam_search=True, max_tokens=14),
     )
-    prompts = [(*PREFIX[: 3 * (i % 5)], *((11 * i + j) % VOCAB for j in range(1 + i))) for i in range(8)]
-    return [make_request(prompt, kinds[i % 4], end_token_ids=()) for i, prompt in enumerate(prompts)]
+    prompts = [(*PREFIX[: 3 * (i % 5)], *((11 * i + j) % VOCAB for j in range(1 + i))) for i in range(10)]
+    return [make_request(prompt, kinds[i % 5], end_token_ids=()) for i, prompt in enumerate(prompts)]
 
 
 def run(batch: list[Request], depth: int, **options: Any) -> Scheduler:

@@ -31,6 +31,16 @@ def test_rms_norm_takes_its_statistics_in_float32(dtype: torch.dtype) -> None:
     )
 
 
+def test_add_layer_norm_keeps_the_sum_in_the_residual() -> None:
+    x, residual, weight, bias = torch.randn(3, 16), torch.randn(3, 16), torch.randn(16), torch.randn(16)
+    total = x + residual
+    got = torch_ops.add_layer_norm_(x, residual, weight, bias, 1e-5)
+    torch.testing.assert_close(residual, total)
+    centred = total - total.mean(dim=1, keepdim=True)
+    want = centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * weight + bias
+    torch.testing.assert_close(got, want)
+
+
 def test_add_rms_norm_keeps_the_sum_in_the_residual() -> None:
     x, residual, weight = torch.randn(4, 32), torch.randn(4, 32), torch.randn(32)
     total = x + residual

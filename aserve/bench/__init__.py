@@ -43,7 +43,9 @@ def add(commands: Any, add_engine_flags: AddFlags, engine_config: MakeConfig) ->
     for parser, run in ((latency, _latency), (throughput, _throughput)):
         parser.add_argument("--model", help="a directory, a .gguf file or a hub id (default: the demo model)")
         parser.add_argument("--detokenize", action="store_true", help="make text too, as a server does")
-        parser.add_argument("--profile", metavar="DIR", help="also write a torch profiler trace of one iteration")
+        parser.add_argument(
+            "--profile", metavar="DIR", help="also write a trace of one iteration, and a breakdown of its steps"
+        )
         parser.add_argument("--json-out", metavar="FILE")
         add_engine_flags(parser)
         parser.set_defaults(run=run, enable_prefix_caching=False, make_config=engine_config)

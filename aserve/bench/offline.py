@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aserve.bench import percentiles, workload
 from aserve.config import EngineConfig
+from aserve.profiling import profiled
 from aserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ async def _measure_async(
                 seconds.append(time.perf_counter() - start)
             advance()
         if args.profile:
-            await profiled(Path(args.profile), engine, batch)
+            async with profiled(engine, Path(args.profile)):
+                await run_batch(engine, batch)
         facts = {
             "model": engine.name,
             "device": info.device,
@@ -156,19 +158,3 @@ def _progress(total: int) -> Iterator[Callable[[], object]]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("iterations", total=total)
         yield lambda: bar.advance(task)
-
-
-async def profiled(directory: Path, engine: Engine, batch: Batch) -> None:
-    """One more round under torch's profiler: a trace for chrome://tracing, and the device's busiest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        await run_batch(engine, batch)
-    await asyncio.to_thread(_write_trace, trace, directory)
-
-
-def _write_trace(trace: Any, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(directory / "trace.json"))
-    table = trace.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90)
-    (directory / "kernels.txt").write_text(table)

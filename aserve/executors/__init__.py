@@ -50,6 +50,10 @@ class Runner(Protocol):
         """Blocks, without the GIL on CUDA, until the step's draws are on the host. Called on the waiting thread."""
         ...
 
+    def idle(self) -> bool:
+        """Does one short piece of work that can wait, with no step in flight; False where there is none."""
+        ...
+
     def close(self) -> None:
         """Frees the model and the pools."""
         ...

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from aserve.errors import EngineDeadError
 from aserve.executors import Runner, StepError
@@ -21,6 +21,7 @@ from aserve.plan import StepPlan, StepResult, WorkerInfo
 
 _DRAIN_SECONDS = 1.0  # how long a dying worker waits for steps it launched before
 _Step = tuple[StepPlan, "asyncio.Future[StepResult]"]
+_LOOK = object()  # among the plans: no step is in flight any more
 _Launched = tuple[object, "asyncio.Future[StepResult]"]
 
 
@@ -30,7 +31,8 @@ class ThreadExecutor:
     def __init__(self, runner: Runner | Callable[[], Runner], *, name: str = "aserve") -> None:
         self._make: Callable[[], Runner] = runner if callable(runner) else lambda: runner
         self._name = name
-        self._plans: SimpleQueue[_Step | None] = SimpleQueue()
+        self._plans: SimpleQueue[_Step | object | None] = SimpleQueue()
+        self._idles = True  # the runner has work that could wait
         self._launched: SimpleQueue[_Launched | None] = SimpleQueue()
         self._in_flight: set[asyncio.Future[StepResult]] = set()
         self._thread: threading.Thread | None = None
@@ -102,7 +104,7 @@ class ThreadExecutor:
 
     def _launch(self, runner: Runner, *, ahead: bool) -> None:
         """Launches plans until told to stop. With depth 1 the result is waited for here, saving a thread switch."""
-        while (step := self._plans.get()) is not None:
+        while (step := self._next(runner)) is not None:
             plan, future = step
             try:
                 handle = runner.launch(plan)
@@ -112,6 +114,15 @@ class ThreadExecutor:
                     self._deliver(future, runner.wait(handle))
             except StepError as error:
                 self._post(self._finish, future, None, error)
+
+    def _next(self, runner: Runner) -> _Step | None:
+        """The next plan. Until there is one, and with none in flight, the runner does what could wait."""
+        while True:
+            while self._idles and self._plans.empty() and not self._in_flight:
+                self._idles = runner.idle()
+            step = self._plans.get()
+            if step is not _LOOK:
+                return cast("_Step | None", step)
 
     def _wait(self, runner: Runner) -> None:
         """On the waiting thread: gives out results in order of launch."""
@@ -142,6 +153,8 @@ class ThreadExecutor:
         self._in_flight.discard(future)
         if result is not None:
             result.timings.lag += time.perf_counter()
+        if self._idles and not self._in_flight:
+            self._plans.put(_LOOK)
         _settle(future, result, error)
 
     def _fail(self, error: BaseException) -> None:

@@ -7,6 +7,7 @@ decoder.py, it keeps to aserve_kernels and can be captured in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,13 +19,6 @@ from aserve.models.rope import cos_sin_table
 from aserve.models.weights import Weights
 from aserve_kernels import AttentionMeta, Kernels
 from aserve_kernels.linear import PackedLinear
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu_,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "silu": functional.silu,
-}
 
 
 class GPT:
@@ -60,20 +54,24 @@ class GPT:
             cos_sin = cos_sin_table(config.rope, num_positions, weights.device)
         else:
             rows = config.context + config.position_offset
-            self._positions = weights.embedding(f"{names.positions}.weight", rows, hidden_size)
+            self._positions = weights.embedding(f"{names.positions}.weight", rows, hidden_size)[
+                config.position_offset :
+            ]
             cos_sin = _unrotated(num_positions, config.head_dim, weights.device)
         self._layers = [_Layer(config, index, cos_sin, weights, kernels) for index in range(config.num_layers)]
-        self._norm = _Norm(config, names.final_norm, weights)
+        self._norm = _Norm(config, names.final_norm, weights, kernels)
+        # as in decoder.py, a layer's last addition is fused with the norm that opens the next
+        self._next_norms = [layer.input_norm for _, layer in pairwise(self._layers)] + [self._norm]
 
     def forward(self, token_ids: Tensor, meta: AttentionMeta, caches: list[KVCache]) -> Tensor:
         """Final hidden states [T, H] of token_ids int64 [T]."""
-        hidden = functional.embedding(token_ids, self._embedding).to(self.spec.dtype)
+        residual = functional.embedding(token_ids, self._embedding).to(self.spec.dtype)
         if self._positions is not None:
-            places = meta.positions + self._config.position_offset
-            hidden = hidden + functional.embedding(places, self._positions).to(self.spec.dtype)
-        for layer, cache in zip(self._layers, caches, strict=True):
-            hidden = layer(hidden, meta, cache)
-        return self._norm(hidden)
+            residual = residual + functional.embedding(meta.positions, self._positions).to(self.spec.dtype)
+        hidden = self._layers[0].input_norm(residual)
+        for layer, cache, next_norm in zip(self._layers, caches, self._next_norms, strict=True):
+            hidden = next_norm.of_sum_(layer(hidden, residual, meta, cache), residual)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [S, V] of hidden [S, H]."""
@@ -83,13 +81,18 @@ class GPT:
 class _Norm:
     """Layer norm with bias."""
 
-    def __init__(self, config: GPTConfig, name: str, weights: Weights) -> None:
+    def __init__(self, config: GPTConfig, name: str, weights: Weights, kernels: Kernels) -> None:
         self._eps = config.norm_eps
+        self._kernels = kernels
         self._weight = weights.norm(f"{name}.weight", config.hidden_size).to(weights.dtype)
         self._bias = weights.vector([f"{name}.bias"], [config.hidden_size])
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def of_sum_(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x in place; the norm of that."""
+        return self._kernels.add_layer_norm_(x, residual, self._weight, self._bias, self._eps)
 
 
 class _Layer:
@@ -99,7 +102,6 @@ class _Layer:
         self._config = config
         self._kernels = kernels
         self._cos_sin = cos_sin
-        self._activation = _ACTIVATIONS[config.activation]
         names, prefix, hidden_size = config.names, config.names.layer.format(index), config.hidden_size
 
         def by_head(stored: Tensor) -> Tensor:
@@ -107,35 +109,37 @@ class _Layer:
             by_part = stored.reshape(config.num_heads, 3, config.head_dim, -1).transpose(0, 1)
             return by_part.reshape(stored.shape)
 
-        def linear(parts: tuple[str, ...], rows: int, columns: int, bias: bool, *, qkv: bool = False) -> PackedLinear:
+        def linear(
+            parts: tuple[str, ...], rows: int, columns: int, bias: bool, activation: str | None = None
+        ) -> PackedLinear:
             sizes = [rows // len(parts)] * len(parts)
             arrange: Callable[[Tensor], Tensor] | None = None
             if config.stored == "columns":
                 arrange = Tensor.t
-            elif config.stored == "heads" and qkv:
+            elif config.stored == "heads" and parts == names.qkv:
                 arrange = by_head
             weight = weights.matrix([f"{prefix}{part}.weight" for part in parts], sizes, columns, arrange)
             if not bias:
-                return PackedLinear(weight)
+                return PackedLinear(weight, None, activation)
             bias_names = [f"{prefix}{part}.bias" for part in parts]
-            return PackedLinear(weight, weights.vector(bias_names, sizes, by_head if arrange is by_head else None))
+            added = weights.vector(bias_names, sizes, by_head if arrange is by_head else None)
+            return PackedLinear(weight, added, activation)
 
-        self._qkv = linear(names.qkv, 3 * hidden_size, hidden_size, config.attention_bias, qkv=True)
+        self._qkv = linear(names.qkv, 3 * hidden_size, hidden_size, config.attention_bias)
         self._output = linear((names.output,), hidden_size, hidden_size, config.attention_bias)
-        self._up = linear((names.up,), config.intermediate_size, hidden_size, True)
+        self._up = linear((names.up,), config.intermediate_size, hidden_size, True, config.activation)
         self._down = linear((names.down,), hidden_size, config.intermediate_size, True)
-        self._input_norm = _Norm(config, f"{prefix}{names.input_norm}", weights)
-        self._mlp_norm = _Norm(config, f"{prefix}{names.mlp_norm}", weights) if names.mlp_norm else None
+        self.input_norm = _Norm(config, f"{prefix}{names.input_norm}", weights, kernels)
+        self._mlp_norm = _Norm(config, f"{prefix}{names.mlp_norm}", weights, kernels) if names.mlp_norm else None
 
-    def __call__(self, hidden: Tensor, meta: AttentionMeta, cache: KVCache) -> Tensor:
-        normed = self._input_norm(hidden)
-        attended = self._attend(normed, meta, cache)
-        if not self._config.parallel:
-            hidden = hidden + attended
+    def __call__(self, hidden: Tensor, residual: Tensor, meta: AttentionMeta, cache: KVCache) -> Tensor:
+        """What the block still adds to `residual` [T, H], whose input norm is `hidden`."""
+        attended = self._attend(hidden, meta, cache)
         if self._mlp_norm is not None:
-            normed = self._mlp_norm(hidden)
-        out = self._down(self._activation(self._up(normed)))
-        return hidden + attended + out if self._config.parallel else hidden + out
+            parallel = self._config.parallel
+            hidden = self._mlp_norm(residual) if parallel else self._mlp_norm.of_sum_(attended, residual)
+        out = self._down(self._up(hidden))
+        return out.add_(attended) if self._config.parallel else out
 
     def _attend(self, normed: Tensor, meta: AttentionMeta, cache: KVCache) -> Tensor:
         config, kernels = self._config, self._kernels

@@ -191,7 +191,8 @@ class Simulator:
         if traced.prefix is not None:
             prefix = self._prefixes.setdefault(traced.prefix, len(self._prefixes))
             prompt = (FIRST_ID + 2 * prefix + 1,) * traced.prefix_tokens + prompt
-        max_tokens = admit(prompt, params, self._limits, num_waiting=self.scheduler.num_waiting)
+        load = self.scheduler.load(traced.tenant, traced.priority)
+        max_tokens = admit(prompt, params, self._limits, load, patience=traced.first_token_deadline)
         after = traced.arrival
         request = Request(
             id=number,

@@ -1,15 +1,21 @@
-"""A step as one CUDA graph replay, from slot state to sampled ids, for padded bucket sizes.
+"""Steps as CUDA graph replays over slot state, in the padded shapes of buckets.py.
 
-Owned by runner.py, which asks `takes` and then `run`, on the model thread. A bucket's first step runs eagerly over the
-padded inputs, which compiles what it needs, and is captured right after; nothing waits for a capture at start. All
-graphs share one memory pool. What is captured reads no host value: lengths, positions and last tokens are slot state.
+Owned by runner.py, on the model thread. Decodes alone are one graph, from embedding to sampled ids. Any other step is
+one for its forward pass, whose hidden states stay in a buffer, and one for its draws; draws that need the host run
+outside of graphs over the same buffer. A shape's first step runs as it is, which compiles what it needs, and is
+captured right after; `idle` does so ahead of need. All graphs share one memory pool. What is captured reads no host
+value: lengths, positions and last tokens are slot state.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,52 +23,29 @@ import torch
 from torch import Tensor
 
 from aserve.models import KVCache, Model
-from aserve.plan import StepPlan
+from aserve.plan import StepPlan, StepTimings
+from aserve.worker import buckets
+from aserve.worker.buckets import DecodeShape, DrawShape, ForwardShape, Shape
 from aserve.worker.inputs import DrawOptions, SlotState
 from aserve_kernels import AttentionMeta, Kernels, SamplingRows
-from aserve_kernels.triton.step import SlotTensors, StepRows, commit_draws, step_inputs
+from aserve_kernels.triton.step import SlotTensors, StepInputs, StepRows, commit_draws, step_inputs, update_slots
 
-MAX_TOKENS = 2048  # of chunks: a longer step keeps the device busy for longer than its launches take
 _log = logging.getLogger("aserve.worker")
-_CHUNK_ROWS = (4, 16, 64, 256)  # buckets of the number of chunks
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """The padded shape of a captured step: rows of one token, then rows of chunks. As many draws as rows."""
-
-    num_decodes: int
-    num_chunks: int
-    num_chunk_tokens: int
-    options: DrawOptions
-
-    @property
-    def num_rows(self) -> int:
-        """Rows, padding included."""
-        return self.num_decodes + self.num_chunks
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens, padding included."""
-        return self.num_decodes + self.num_chunk_tokens
-
-    @property
-    def sizes(self) -> list[int]:
-        """Lengths of StepRows' fields, laid end to end in one buffer."""
-        tokens, rows = self.num_tokens, self.num_rows
-        return [tokens, tokens, tokens, rows, rows, rows + 1, rows, rows]
+_EMPTY = StepPlan(0)
+_HEADER = 3  # words that say where the updates of slot state are, and how many
+_MAX_UPDATES = 1 << 15  # words of updates that travel with a step
 
 
 @dataclass(slots=True)
 class Captured:
-    """A graph and the tensor it leaves its draws in."""
+    """A graph and the tensor it leaves its result in; no graph where the model cannot be captured."""
 
-    graph: torch.cuda.CUDAGraph
-    drawn: Tensor  # int64 [2, S]
+    graph: torch.cuda.CUDAGraph | None
+    out: Tensor
 
 
 class StepGraphs:
-    """Captured steps by bucket, and the static buffers they read."""
+    """Captured steps by shape, and the static buffers they read."""
 
     def __init__(
         self,
@@ -73,93 +56,223 @@ class StepGraphs:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int = buckets.MAX_TOKENS,
     ) -> None:
         self._model = model
         self._kernels = kernels
         self._caches = caches
         self._state = state
         self._max_model_len = max_model_len
-        self._max_rows = _decode_bucket(max_num_seqs)
-        self._max_chunk_tokens = max_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_tokens
         self._slots = SlotTensors(**{name: getattr(state, name) for name in SlotTensors.__slots__})
-        self._captured: dict[Bucket, Captured | None] = {}
+        self._captured: dict[Shape, Captured] = {}
+        self._ahead: deque[Shape] = deque()  # what `idle` will capture
         self._recording: tuple[torch.cuda.Stream, Any] | None = None  # a side stream, the graphs' pool
-        largest = Bucket(_round_up(max_num_seqs, 32), _CHUNK_ROWS[-1], _chunk_bucket(max_tokens), DrawOptions())
-        words = sum(largest.sizes)
-        # decode steps have their own buffer, so that a mixed step in between does not cost them an upload
-        self._words = {decode: torch.zeros(words, dtype=torch.int64, device=state.device) for decode in (True, False)}
-        self._uploaded: tuple[tuple[int, ...], Bucket] | None = None  # what the decode buffer holds
+        # decode steps have their own words, so that another step in between does not cost them an upload
+        max_draws = buckets.decode_rows(max_num_seqs)
+        largest = buckets.forward_shape(max_num_seqs, buckets.CHUNK_ROWS[-1], max_tokens)
+        self._decode_words = self._zeros(sum(DecodeShape(max_draws, DrawOptions()).sizes))
+        self._base = sum(DrawShape(max_draws, DrawOptions()).sizes)  # a step's draws lie before this word
+        self._words = self._zeros(self._base + _HEADER + sum(largest.sizes) + _MAX_UPDATES)
+        self._rows = torch.arange(max_draws, device=state.device)
+        self._hidden = torch.zeros(
+            (max_tokens, model.spec.hidden_size), dtype=model.spec.dtype, device=state.device
+        )  # of the last forward pass
+        self._uploaded: tuple[tuple[int, ...], DecodeShape] | None = None  # what the decode words hold
+        self._grown = False  # they hold new blocks too
+        self._row_of: tuple[tuple[int, ...], dict[int, int]] = (), {}  # of the last decodes that grew
 
     def warm(self) -> None:
         """Captures the largest decode steps, so that smaller ones fit in their memory, and compiles what a first
         request needs."""
-        nothing = StepPlan(0)
-        few = [size for size in (64, 32, 16, 8) if size < self._max_rows]  # each has linear kernels of its own
+        largest = buckets.decode_rows(self._max_num_seqs)
+        few = [size for size in (128, 64, 32, 16, 8) if size < largest]  # each has linear kernels of its own
         for options, sizes in (
-            (DrawOptions(), [self._max_rows, *few, 1]),
-            (DrawOptions(all_greedy=False), [self._max_rows, 1]),
+            (DrawOptions(), [largest, *few, 1]),
+            (DrawOptions(all_greedy=False), [largest, 1]),
         ):
             for size in sizes:
-                bucket = Bucket(size, 0, 0, options)
-                self._first(bucket, self._words[True], _pack_decodes((), bucket, self._state.padding_slot))
-        bucket = Bucket(0, _CHUNK_ROWS[0], _chunk_bucket(1), DrawOptions())
-        self._first(bucket, self._words[False], _pack_mixed(nothing, bucket, self._state.padding_slot))
+                self._prepare(DecodeShape(size, options))
+            self._prepare(DrawShape(1, options))
+        self._prepare(buckets.forward_shape(0, 1, 1))
+        self._ahead.extend(buckets.likely_shapes(self._max_num_seqs))
+
+    def idle(self) -> bool:
+        """Captures the next shape that a server is likely to need; False where none is left. To be called with no
+        step in flight."""
+        while self._ahead:
+            shape = self._ahead.popleft()
+            fits = not isinstance(shape, ForwardShape) or shape.num_tokens <= self._max_tokens
+            if fits and shape not in self._captured:
+                try:
+                    self._prepare(shape)
+                except torch.OutOfMemoryError:
+                    _log.warning("no memory is left for graphs ahead of need")
+                    self._ahead.clear()
+                return True
+        return False
 
     def takes(self, plan: StepPlan) -> bool:
-        """True where the plan's shape has a bucket. Options that need the sampler's extras are the runner's to see."""
-        tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        draws = sum(len(chunk.draws) for chunk in plan.chunks)
+        """True where the plan's forward pass has a shape."""
+        return 0 < plan.num_tokens <= self._max_tokens and len(plan.chunks) <= buckets.CHUNK_ROWS[-1]
+
+    def draws(self, plan: StepPlan) -> bool:
+        """True where its draws have one too. Options that need the sampler's extras are the runner's to see."""
+        return len(plan.draws) <= self._max_num_seqs
+
+    def run(self, plan: StepPlan, timings: StepTimings) -> Tensor | None:
+        """Starts a whole step. Returns its draws on the device, int64 [2, S'] with S' >= the plan's draws."""
+        if not plan.chunks:
+            decode_shape = self._place_decodes(plan)
+            timings.inputs = time.perf_counter() - timings.began
+            return self._replay(decode_shape)
+        shape, packed = self._pack(plan)
+        draws = plan.draws
+        if not draws:
+            self._upload(self._words[self._base :], packed)
+            timings.inputs = time.perf_counter() - timings.began
+            self._replay(shape)
+            return None
+        draw_shape = DrawShape(buckets.decode_rows(len(draws)), self._options(draws))
+        rows, ends = self._state.host_draws(plan)
+        drawing = buckets.pack_draws(draws, rows, ends, draw_shape, self._state.padding_slot)
+        self._upload(self._words[self._base - len(drawing) :], np.concatenate((drawing, packed)))
+        timings.inputs = time.perf_counter() - timings.began
+        self._replay(shape)
+        return self._replay(draw_shape)
+
+    def forward(self, plan: StepPlan, timings: StepTimings) -> Tensor:
+        """Starts a forward pass alone. Returns the hidden states of the plan's tokens."""
+        shape, packed = self._pack(plan)
+        self._upload(self._words[self._base :], packed)
+        timings.inputs = time.perf_counter() - timings.began
+        self._replay(shape)
+        return self._hidden[: plan.num_tokens]
+
+    def _pack(self, plan: StepPlan) -> tuple[ForwardShape, np.ndarray]:
+        """The words of a forward pass: header, rows, updates."""
+        shape = buckets.forward_shape(len(plan.decodes), len(plan.chunks), plan.num_tokens)
+        rows = buckets.pack_forward(plan, shape, self._state.padding_slot)
+        slots, places = self._state.updates_of(plan)
+        updates = [*slots, *places]
+        if 8 * len(slots[0]) + 2 * len(places[0]) > _MAX_UPDATES:
+            self._state.update(plan)
+            updates = [column[:0] for column in updates]
+        header = np.array((_HEADER + len(rows), len(updates[0]), len(updates[-1])), dtype=np.int64)
+        self._state.forget_rows(plan)
+        return shape, np.concatenate((header, rows, *updates))
+
+    def _place_decodes(self, plan: StepPlan) -> DecodeShape:
+        """Uploads what has changed since the last step of decodes alone."""
+        new_blocks = None if plan.slots else self._new_blocks(plan)
+        if new_blocks is None:
+            self._state.update(plan)
+            new_blocks = {}
+        if self._uploaded is not None and plan.decodes is self._uploaded[0] and not plan.slots:
+            shape = self._uploaded[1]
+            if new_blocks or self._grown:
+                packed = np.full(shape.num_rows, -1, dtype=np.int64)
+                packed[list(new_blocks)] = list(new_blocks.values())
+                self._upload(self._decode_words, packed)
+        else:
+            shape = DecodeShape(buckets.decode_rows(len(plan.decodes)), self._options(plan.decodes))
+            packed = buckets.pack_decodes(plan.decodes, shape, self._state.padding_slot)
+            packed[list(new_blocks)] = list(new_blocks.values())
+            self._upload(self._decode_words, packed)
+            self._uploaded = (plan.decodes, shape)
+        self._grown = bool(new_blocks)
+        return shape
+
+    def _new_blocks(self, plan: StepPlan) -> dict[int, int] | None:
+        """By row, the block that its token is the first to be written to; None where the deltas are of another kind."""
+        if not plan.blocks:
+            return {}
+        position, size = self._state.host_position, self._state.block_size
+        if self._row_of[0] is not plan.decodes:
+            self._row_of = plan.decodes, {slot: row for row, slot in enumerate(plan.decodes)}
+        row_of = self._row_of[1]
+        found: dict[int, int] = {}
+        for slot, start, blocks in plan.blocks:
+            if len(blocks) != 1 or slot not in row_of or start != position[slot] // size:
+                return None
+            found[row_of[slot]] = blocks[0]
+        return found
+
+    def _replay(self, shape: Shape) -> Tensor:
+        """Runs a shape over the words; the first time as it is, then it is captured for the next."""
+        captured = self._captured.get(shape)
+        if captured is None:
+            work = self._work(shape)
+            out = work()
+            self._captured[shape] = self._capture(work) or Captured(None, out)
+            return out
+        if captured.graph is None:
+            return self._work(shape)()
+        captured.graph.replay()
+        return captured.out
+
+    def _prepare(self, shape: Shape) -> None:
+        """Captures a shape, after a step of nothing but padding."""
+        padding = self._state.padding_slot
+        if isinstance(shape, DecodeShape):
+            self._upload(self._decode_words, buckets.pack_decodes((), shape, padding))
+            self._uploaded = None
+        elif isinstance(shape, ForwardShape):
+            rows = buckets.pack_forward(_EMPTY, shape, padding)
+            self._upload(self._words[self._base :], np.concatenate((np.zeros(_HEADER, dtype=np.int64), rows)))
+        else:
+            none = np.empty(0, dtype=np.int64)
+            packed = buckets.pack_draws((), none, none, shape, padding)
+            self._upload(self._words[self._base - len(packed) :], packed)
+        self._replay(shape)
+
+    def _work(self, shape: Shape) -> Callable[[], Tensor]:
+        """What a graph of this shape holds."""
+        if isinstance(shape, DecodeShape):
+            return partial(self._decode_step, shape)
         return (
-            tokens <= self._max_chunk_tokens
-            and max(len(plan.chunks), draws) <= _CHUNK_ROWS[-1]
-            and len(plan.decodes) + draws > 0
+            partial(self._forward_step, shape) if isinstance(shape, ForwardShape) else partial(self._draw_step, shape)
         )
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Starts the step and returns its draws on the device, int64 [2, S'] with S' >= the plan's draws."""
-        bucket = self._bucket_of(plan)
-        decode = not plan.chunks
-        words = self._words[decode]
-        if not decode:
-            self._upload(words, _pack_mixed(plan, bucket, self._state.padding_slot))
-        elif self._uploaded is None or self._uploaded[0] is not plan.decodes or self._uploaded[1] != bucket:
-            self._upload(words, _pack_decodes(plan.decodes, bucket, self._state.padding_slot))
-            self._uploaded = (plan.decodes, bucket)
-        if bucket not in self._captured:
-            return self._first(bucket, words, None)
-        captured = self._captured[bucket]
-        if captured is None:  # this model cannot be captured
-            return self._step(_views(words, bucket), bucket)
-        captured.graph.replay()
-        return captured.drawn
+    def _decode_step(self, shape: DecodeShape) -> Tensor:
+        rows = StepRows(*torch.split(self._decode_words[: sum(shape.sizes)], shape.sizes))
+        inputs = step_inputs(rows, self._slots, self._state.block_size)
+        hidden = self._model.forward(inputs.token_ids, self._meta(inputs, shape.num_rows, 1), self._caches)
+        return self._draw(hidden, rows, inputs, shape.options)
 
-    def _first(self, bucket: Bucket, words: Tensor, packed: np.ndarray | None) -> Tensor:
-        """A bucket's first step: runs it as it is, over `packed` where given, and captures it for the next."""
-        if packed is not None:
-            self._upload(words, packed)
-        rows = _views(words, bucket)
-        drawn = self._step(rows, bucket)
-        self._captured[bucket] = self._capture(rows, bucket)
-        return drawn
+    def _forward_step(self, shape: ForwardShape) -> Tensor:
+        header = self._words[self._base :]
+        update_slots(header, self._slots)
+        words = header[_HEADER : _HEADER + sum(shape.sizes)]
+        none = words[:0]
+        ids, positions, slots, rows_of, ends, starts = torch.split(words, shape.sizes)
+        rows = StepRows(None, ids, positions, slots, rows_of, ends, starts, none, none)
+        inputs = step_inputs(rows, self._slots, self._state.block_size)
+        meta = self._meta(inputs, shape.num_decodes, shape.num_tokens if shape.num_chunks else 1)
+        hidden = self._model.forward(inputs.token_ids, meta, self._caches)
+        return self._hidden[: shape.num_tokens].copy_(hidden)
 
-    def _step(self, rows: StepRows, bucket: Bucket) -> Tensor:
-        """The work of a step: what a graph holds."""
-        state, options = self._state, bucket.options
-        inputs = step_inputs(rows, self._slots, state.block_size)
-        meta = AttentionMeta(
-            num_decodes=bucket.num_decodes,
+    def _draw_step(self, shape: DrawShape) -> Tensor:
+        slots, ends, starts = torch.split(self._words[self._base - sum(shape.sizes) : self._base], shape.sizes)
+        none = slots[:0]
+        rows = StepRows(None, none, none, none, slots, ends, starts, self._rows[: shape.num_draws], slots)
+        inputs = step_inputs(rows, self._slots, self._state.block_size)
+        return self._draw(self._hidden.index_select(0, inputs.hidden_rows), rows, inputs, shape.options)
+
+    def _meta(self, inputs: StepInputs, num_decodes: int, max_query_len: int) -> AttentionMeta:
+        return AttentionMeta(
+            num_decodes=num_decodes,
             positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
             query_starts=inputs.query_starts,
             seq_lens=inputs.seq_lens,
             block_tables=inputs.block_tables,
-            max_query_len=bucket.num_chunk_tokens or 1,
+            max_query_len=max_query_len,
             max_seq_len=self._max_model_len,
         )
-        hidden = self._model.forward(inputs.token_ids, meta, self._caches)
-        if bucket.num_chunks:
-            hidden = hidden.index_select(0, inputs.hidden_rows)
+
+    def _draw(self, hidden: Tensor, rows: StepRows, inputs: StepInputs, options: DrawOptions) -> Tensor:
         logits = self._model.logits(hidden)
         sampling = SamplingRows(
             temperature=inputs.temperature,
@@ -174,17 +287,19 @@ class StepGraphs:
         tokens = self._kernels.sample(logits, sampling)
         return commit_draws(tokens, hidden, logits, rows, inputs, self._slots)
 
-    def _capture(self, rows: StepRows, bucket: Bucket) -> Captured | None:
-        """Records the step without running it; None where the model does what a graph cannot hold, like reading a
+    def _capture(self, work: Callable[[], Tensor]) -> Captured | None:
+        """Records the work without running it; None where the model does what a graph cannot hold, like reading a
         device value. torch.cuda.graph would synchronize and collect garbage first."""
         try:
-            return self._record(rows, bucket)
+            return self._record(work)
         except RuntimeError as error:
             torch.cuda.synchronize(self._state.device)  # a real fault is raised here
-            _log.warning("steps of %d tokens run without a CUDA graph: %s", bucket.num_tokens, error)
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # else it refuses torch's draws ever after
+            _log.warning("steps of a shape run without a CUDA graph: %s", error)
             return None
 
-    def _record(self, rows: StepRows, bucket: Bucket) -> Captured:
+    def _record(self, work: Callable[[], Tensor]) -> Captured:
         if self._recording is None:
             stream = torch.cuda.Stream(self._state.device)  # type: ignore[no-untyped-call]
             self._recording = (stream, torch.cuda.graph_pool_handle())
@@ -197,101 +312,21 @@ class StepGraphs:
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    drawn = self._step(rows, bucket)
+                    out = work()
                 finally:
                     graph.capture_end()
         finally:
             if collects:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
-        return Captured(graph, drawn)
+        return Captured(graph, out)
 
-    def _bucket_of(self, plan: StepPlan) -> Bucket:
-        if self._uploaded is not None and plan.decodes is self._uploaded[0] and not plan.chunks and not plan.slots:
-            return self._uploaded[1]
-        draws = plan.draws
-        used = self._state.draw_options(draws)
-        # with any limit in use all three are read: fewer graphs, and the unused ones cost nothing
-        limited = used.top_k or used.top_p or used.min_p
-        options = DrawOptions(used.all_greedy, limited, limited, limited)
-        if not plan.chunks:
-            return Bucket(_decode_bucket(len(plan.decodes)), 0, 0, options)
-        num_chunks = max(len(plan.chunks), len(draws) - len(plan.decodes))
-        return Bucket(
-            num_decodes=_mixed_decode_bucket(len(plan.decodes)),
-            num_chunks=next(size for size in _CHUNK_ROWS if size >= num_chunks),
-            num_chunk_tokens=_chunk_bucket(sum(len(chunk.tokens) for chunk in plan.chunks)),
-            options=options,
-        )
+    def _options(self, draws: tuple[int, ...]) -> DrawOptions:
+        return buckets.draw_options(self._state.draw_options(draws))
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=self._state.device)
 
     def _upload(self, words: Tensor, packed: np.ndarray) -> None:
         host = torch.from_numpy(packed)
         words[: len(packed)].copy_(host.pin_memory() if words.is_cuda else host, non_blocking=True)
-
-
-def _round_up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-def _decode_bucket(count: int) -> int:
-    """1, 2, 4, then multiples of 8, of 16 from 64, of 32 from 256."""
-    if count <= 4:
-        return 1 << (count - 1).bit_length()
-    return _round_up(count, 8 if count <= 64 else (16 if count <= 256 else 32))
-
-
-def _mixed_decode_bucket(count: int) -> int:
-    """Coarser, since these multiply with the chunks' buckets: multiples of 16, of 32 from 64."""
-    return _round_up(count, 16 if count <= 64 else 32)
-
-
-def _chunk_bucket(count: int) -> int:
-    """Multiples of 16, of 32 from 64, of 64 from 512, of 128 from 1024."""
-    return _round_up(count, 16 if count <= 64 else (32 if count <= 512 else (64 if count <= 1024 else 128)))
-
-
-def _views(words: Tensor, bucket: Bucket) -> StepRows:
-    return StepRows(*torch.split(words[: sum(bucket.sizes)], bucket.sizes))
-
-
-def _pack_decodes(decodes: tuple[int, ...], bucket: Bucket, padding_slot: int) -> np.ndarray:
-    """StepRows of decodes, laid end to end. Padding rows compute token 0 at position 0 of the padding slot."""
-    size, count = bucket.num_decodes, len(decodes)
-    slots = np.full(size, padding_slot, dtype=np.int64)
-    slots[:count] = decodes
-    given = np.zeros(size, dtype=np.int64)
-    given[:count] = -1
-    ends = given.copy()
-    ends[count:] = 1
-    at = np.arange(size + 1, dtype=np.int64)
-    return np.concatenate((slots, given, given, slots, ends, at, at[:-1], slots))
-
-
-def _pack_mixed(plan: StepPlan, bucket: Bucket, padding_slot: int) -> np.ndarray:
-    """StepRows of decodes, padded, then chunks. A padding chunk has no tokens; padding tokens belong to no row and
-    write to the padding slot's block. Draws are in the plan's order, padding last."""
-    count, first = len(plan.decodes), bucket.num_decodes
-    packed = np.zeros(sum(bucket.sizes), dtype=np.int64)
-    fields = np.split(packed, np.cumsum(bucket.sizes[:-1]))
-    token_slots, token_ids, token_positions, row_slots, row_ends, starts, draw_rows, draw_slots = fields
-    for slots in (token_slots, row_slots, draw_slots):
-        slots.fill(padding_slot)
-        slots[:count] = plan.decodes
-    for given in (token_ids, token_positions, row_ends):
-        given[:count] = -1
-    row_ends[count:first] = 1
-    starts[: first + 1] = np.arange(first + 1)
-    draw_rows[:count] = np.arange(count)
-    at, draw = first, count
-    for row, chunk in enumerate(plan.chunks, first):
-        end, last = at + len(chunk.tokens), draw + len(chunk.draws)
-        token_slots[at:end] = row_slots[row] = chunk.slot
-        token_ids[at:end] = chunk.tokens
-        token_positions[at:end] = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-        row_ends[row] = chunk.start + len(chunk.tokens)
-        draw_rows[draw:last] = row
-        draw_slots[draw:last] = chunk.draws
-        at = starts[row + 1] = end
-        draw = last
-    starts[first + len(plan.chunks) + 1 :] = at
-    return packed

@@ -1,8 +1,8 @@
 """Per-slot state on the device, and the tensors of one step made from it and a plan's deltas.
 
 Owned by runner.py. `SlotState.apply` uploads what a plan changed, in one transfer; `assemble` and `advance` are device
-operations alone, so that a CUDA graph may capture them for a padded batch of decodes. Plans carry no token id or
-position of a decode: those live here, and the next plan can be launched before this one's tokens are read.
+operations alone. Plans carry no token id or position of a decode: those live here, and the next plan can be launched
+before this one's tokens are read. graphs.py reads and writes the same state from captured steps.
 
 The last slot is the padding slot: its block table points at the scratch block and its draws go nowhere.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.plan import SlotUpdate, StepPlan
+from aserve.plan import StepPlan
 from aserve_kernels import AttentionMeta, SamplingRows
 
 _INT_FIELDS = ("prompt_len", "seed", "choice", "top_k")
@@ -35,7 +35,7 @@ class DrawOptions:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan's rows as device tensors. D decodes, K chunks with C tokens in all, S draws."""
+    """A plan's rows as device tensors. D decodes, K chunks with C tokens in all."""
 
     decodes: Tensor  # int64 [D]: slots
     chunk_tokens: Tensor  # int64 [C]
@@ -44,11 +44,19 @@ class StepBatch:
     chunk_slots: Tensor  # int64 [K]
     chunk_ends: Tensor  # int64 [K]: the row's context after the chunk
     query_starts: Tensor  # int32 [D + K + 1]
-    draw_rows: Tensor  # int64 [S]: row each draw reads
-    draw_slots: Tensor  # int64 [S]
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+
+
+@dataclass(slots=True)
+class Draws:
+    """A plan's S draws as device tensors, int64 [S] each. `output_index` is the host's copy of the token's index."""
+
+    slots: Tensor
+    rows: Tensor  # the token whose hidden state each reads
+    ends: Tensor  # each one's context, which is its next position
+    output_index: list[int]
 
 
 class SlotState:
@@ -105,18 +113,21 @@ class SlotState:
         """Writes the plan's slot updates and block deltas; `pack` may hold more for the same transfer, which is
         returned. graphs.py uploads rows by itself."""
         pack = pack or _Pack()
-        if plan.slots:
-            self._rows = None
-        slots = self._pack_slots(pack, plan.slots) if plan.slots else None
-        blocks = self._pack_blocks(pack, plan) if plan.blocks else None
-        if not pack.arrays:
+        self.forget_rows(plan)
+        slots, blocks = ([pack.add(column) for column in columns] for columns in self.updates_of(plan))
+        if not pack.size:
             return None
         device = pack.upload(self.device)
-        if slots is not None:
+        if plan.slots:
             self._write_slots(device, slots)
-        if blocks is not None:
+        if plan.blocks:
             self.block_table.view(-1).index_copy_(0, device[blocks[0]], device[blocks[1]].to(torch.int32))
         return device
+
+    def forget_rows(self, plan: StepPlan) -> None:
+        """The plan's slot updates make kept sampling rows stale."""
+        if plan.slots:
+            self._rows = None
 
     def reset(self) -> None:
         """Forgets what was kept from the last plan: after a failed step."""
@@ -147,17 +158,40 @@ class SlotState:
         )
         return ids, meta
 
-    def sampling_rows(self, draws: tuple[int, ...], batch: StepBatch, meta: AttentionMeta) -> SamplingRows:
+    def host_draws(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Of each draw, in the plan's order: the token whose hidden state it reads, and where its context ends."""
+        count = at = token = len(plan.decodes)
+        size = count + sum([len(chunk.draws) for chunk in plan.chunks])
+        rows, ends = np.arange(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+        ends[:count] = self.host_position[list(plan.decodes)] + 1
+        for chunk in plan.chunks:
+            token += len(chunk.tokens)
+            last = at + len(chunk.draws)
+            rows[at:last] = token - 1
+            ends[at:last] = chunk.start + len(chunk.tokens)
+            at = last
+        return rows, ends
+
+    def draws_of(self, plan: StepPlan) -> Draws:
+        """The plan's draws, uploaded. Call before `advance_host`."""
+        draws = plan.draws
+        rows, ends = self.host_draws(plan)
+        pack = _Pack()
+        parts = [pack.add(array) for array in (np.array(draws, dtype=np.int64), rows, ends)]
+        device = pack.upload(self.device)
+        slots, at, limits = (device[part] for part in parts)
+        return Draws(slots, at, limits, (ends - self.host_prompt_len[list(draws)]).tolist())
+
+    def sampling_rows(self, draws: tuple[int, ...], where: Draws) -> SamplingRows:
         """Parameters of the step's draws; gathered anew only when draws or slots changed."""
         if self._rows is None or self._rows[0] != draws:
-            self._rows = (draws, self.gather_rows(batch.draw_slots, self.draw_options(draws)))
+            self._rows = (draws, self._gather_rows(where.slots, self.draw_options(draws)))
         rows = self._rows[1]
         if not rows.all_greedy:
-            rows.output_index = self.output_index(batch, meta)
+            rows.output_index = where.ends - self.prompt_len[where.slots]
         return rows
 
-    def gather_rows(self, slots: Tensor, options: DrawOptions) -> SamplingRows:
-        """SamplingRows of these slots, without output_index. Device operations only."""
+    def _gather_rows(self, slots: Tensor, options: DrawOptions) -> SamplingRows:
         temperature = self.temperature[slots]
         if options.all_greedy:
             return SamplingRows(temperature, slots, slots, slots, all_greedy=True)
@@ -171,14 +205,10 @@ class SlotState:
             min_p=self.min_p[slots] if options.min_p else None,
         )
 
-    def output_index(self, batch: StepBatch, meta: AttentionMeta) -> Tensor:
-        """Index of the output token each draw makes. Device operations only."""
-        return meta.seq_lens[batch.draw_rows].long() - self.prompt_len[batch.draw_slots]
-
-    def advance(self, batch: StepBatch, meta: AttentionMeta, tokens: Tensor) -> None:
-        """Makes the drawn tokens the slots' last ones. Device operations only."""
-        self.last_token.index_copy_(0, batch.draw_slots, tokens)
-        self.position.index_copy_(0, batch.draw_slots, meta.seq_lens[batch.draw_rows].long())
+    def advance(self, where: Draws, tokens: Tensor) -> None:
+        """Makes the drawn tokens the slots' last ones."""
+        self.last_token.index_copy_(0, where.slots, tokens)
+        self.position.index_copy_(0, where.slots, where.ends)
 
     def advance_host(self, plan: StepPlan) -> None:
         """The host's side of `advance`."""
@@ -204,24 +234,18 @@ class SlotState:
         batch.max_seq_len = int(self.host_position[list(decodes)].max()) + 1
         return batch
 
-    def _pack_slots(self, pack: _Pack, updates: Sequence[SlotUpdate]) -> list[slice]:
-        columns: list[list[int]] = [[] for _ in range(1 + len(_INT_FIELDS))]
-        floats: list[list[float]] = [[] for _ in _FLOAT_FIELDS]
-        for update in updates:
+    def updates_of(self, plan: StepPlan) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """What a plan changes, int64: of each slot that is handed over its number, _INT_FIELDS and the float32 bits of
+        _FLOAT_FIELDS; places in the flat block table and what goes there. The host's mirrors are changed here."""
+        slots: list[tuple[int, ...]] = []
+        floats: list[tuple[float, ...]] = []
+        for update in plan.slots:
             params = update.params
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
             seed = update.seed & (2**64 - 1)
-            values = (
-                update.slot,
-                update.num_prompt_tokens,
-                seed - 2**64 if seed >= 2**63 else seed,
-                update.choice,
-                top_k,
-            )
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
-            for numbers, number in zip(floats, (params.temperature, params.top_p, params.min_p), strict=True):
-                numbers.append(number)
+            seed = seed - 2**64 if seed >= 2**63 else seed
+            slots.append((update.slot, update.num_prompt_tokens, seed, update.choice, top_k))
+            floats.append((params.temperature, params.top_p, params.min_p))
             samples = not params.greedy
             self.host_options[update.slot] = (
                 samples,
@@ -230,31 +254,27 @@ class SlotState:
                 samples and params.min_p > 0.0,
             )
             self.host_prompt_len[update.slot] = update.num_prompt_tokens
-        parts = [pack.add(np.array(column, dtype=np.int64)) for column in columns]
-        return parts + [pack.add(np.array(column, dtype=np.float64).view(np.int64)) for column in floats]
+        ints = np.array(slots, dtype=np.int64).reshape(-1, 1 + len(_INT_FIELDS))
+        bits = np.array(floats, dtype=np.float32).view(np.int32).astype(np.int64).reshape(-1, len(_FLOAT_FIELDS))
+        at: list[int] = []
+        values: list[int] = []
+        for slot, start, blocks in plan.blocks:
+            first = slot * self.max_blocks + start
+            at.extend(range(first, first + len(blocks)))
+            values.extend(blocks)
+        places = [np.array(at, dtype=np.int64), np.array(values, dtype=np.int64)]
+        return [*ints.T, *bits.T], places
 
     def _write_slots(self, device: Tensor, parts: list[slice]) -> None:
         slots = device[parts[0]]
         for name, part in zip(_INT_FIELDS, parts[1:], strict=False):
             getattr(self, name).index_copy_(0, slots, device[part])
         for name, part in zip(_FLOAT_FIELDS, parts[1 + len(_INT_FIELDS) :], strict=True):
-            getattr(self, name).index_copy_(0, slots, device[part].view(torch.float64).to(torch.float32))
-
-    def _pack_blocks(self, pack: _Pack, plan: StepPlan) -> tuple[slice, slice]:
-        at: list[int] = []
-        values: list[int] = []
-        for delta in plan.blocks:
-            first = delta.slot * self.max_blocks + delta.start
-            at.extend(range(first, first + len(delta.blocks)))
-            values.extend(delta.blocks)
-        return pack.add(np.array(at, dtype=np.int64)), pack.add(np.array(values, dtype=np.int64))
+            getattr(self, name).index_copy_(0, slots, device[part].to(torch.int32).view(torch.float32))
 
     def _pack_rows(self, pack: _Pack, plan: StepPlan) -> list[slice]:
         num_decodes = len(plan.decodes)
         counts = [len(chunk.tokens) for chunk in plan.chunks]
-        draw_rows = list(range(num_decodes))
-        for row, chunk in enumerate(plan.chunks, num_decodes):
-            draw_rows += [row] * len(chunk.draws)
         starts = np.arange(num_decodes + len(counts) + 1, dtype=np.int64)
         arrays = [np.array(plan.decodes, dtype=np.int64)]
         if counts:
@@ -268,8 +288,7 @@ class SlotState:
             ]
         else:
             arrays += [np.empty(0, dtype=np.int64)] * 5
-        arrays += [starts, np.array(draw_rows, dtype=np.int64), np.array(plan.draws, dtype=np.int64)]
-        return [pack.add(array) for array in arrays]
+        return [pack.add(array) for array in (*arrays, starts)]
 
     def _batch_of(self, plan: StepPlan, device: Tensor, parts: list[slice]) -> StepBatch:
         tensors = [device[part] for part in parts]
@@ -284,8 +303,6 @@ class SlotState:
             chunk_slots=tensors[4],
             chunk_ends=tensors[5],
             query_starts=tensors[6].to(torch.int32),
-            draw_rows=tensors[7],
-            draw_slots=tensors[8],
             num_decodes=len(plan.decodes),
             max_query_len=max((len(chunk.tokens) for chunk in plan.chunks), default=1),
             max_seq_len=max(longest, default=0),
@@ -295,17 +312,17 @@ class SlotState:
 
 
 class _Pack:
-    """int64 arrays laid end to end, so that one transfer carries them all. Floats travel as their float64 bits."""
+    """int64 arrays laid end to end, so that one transfer carries them all."""
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
-        self._size = 0
+        self.size = 0
 
     def add(self, array: np.ndarray) -> slice:
-        start = self._size
+        start = self.size
         self.arrays.append(array)
-        self._size += len(array)
-        return slice(start, self._size)
+        self.size += len(array)
+        return slice(start, self.size)
 
     def upload(self, device: torch.device) -> Tensor:
         host = torch.from_numpy(np.concatenate(self.arrays))

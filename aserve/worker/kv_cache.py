@@ -7,7 +7,7 @@ are trusted; the last device block is scratch, where padding rows write, and no 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from aserve.models import KVCache, ModelSpec
 from aserve.plan import BlockCopy
 from aserve_kernels import Kernels
 
+_STAGED_BYTES = 128 << 20
 _RATE_BYTES = 32 << 20  # moved each way to measure the copy rate
 
 
@@ -65,10 +66,11 @@ class KVPools:
             for part, cache in enumerate(self._flat):
                 _bytes(self.host)[targets, part] = _bytes(cache)[sources]
             return
-        blocks = torch.tensor([copy.source for copy in copies], dtype=torch.int64, device=self._device)
-        staged = self._kernels.gather_blocks(self._flat, blocks).transpose(0, 1).contiguous()
-        for each, copy in zip(staged, copies, strict=True):
-            self.host[copy.target].copy_(each, non_blocking=True)
+        for piece in self._pieces(copies):
+            blocks = torch.tensor([copy.source for copy in piece], dtype=torch.int64, device=self._device)
+            staged = self._kernels.gather_blocks(self._flat, blocks).transpose(0, 1).contiguous()
+            for each, copy in zip(staged, piece, strict=True):
+                self.host[copy.target].copy_(each, non_blocking=True)
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Host blocks (sources) to device blocks (targets)."""
@@ -77,11 +79,17 @@ class KVPools:
             for part, cache in enumerate(self._flat):
                 _bytes(cache)[targets] = _bytes(self.host)[sources, part]
             return
-        staged = torch.empty((len(copies), *self.host.shape[1:]), dtype=self.host.dtype, device=self._device)
-        for each, copy in zip(staged, copies, strict=True):
-            each.copy_(self.host[copy.source], non_blocking=True)
-        blocks = torch.tensor([copy.target for copy in copies], dtype=torch.int64, device=self._device)
-        self._kernels.scatter_blocks_(self._flat, blocks, staged.transpose(0, 1))
+        for piece in self._pieces(copies):
+            staged = torch.empty((len(piece), *self.host.shape[1:]), dtype=self.host.dtype, device=self._device)
+            for each, copy in zip(staged, piece, strict=True):
+                each.copy_(self.host[copy.source], non_blocking=True)
+            blocks = torch.tensor([copy.target for copy in piece], dtype=torch.int64, device=self._device)
+            self._kernels.scatter_blocks_(self._flat, blocks, staged.transpose(0, 1))
+
+    def _pieces(self, copies: Sequence[BlockCopy]) -> Iterator[Sequence[BlockCopy]]:
+        """Copies of at most _STAGED_BYTES: what is staged on the device is memory that nobody planned for."""
+        size = max(1, _STAGED_BYTES // max(1, self.host[:1].nbytes))
+        return (copies[start : start + size] for start in range(0, len(copies), size))
 
     def measure_copy_rate(self) -> float:
         """Bytes a second between the pools, out and in again; call before any block is owned. Infinite without a host

@@ -25,7 +25,7 @@ from aserve.models import Model
 from aserve.models.files import ModelFiles
 from aserve.plan import StepPlan, StepResult, StepTimings, WorkerInfo
 from aserve.worker import memory
-from aserve.worker.inputs import SlotState, StepBatch
+from aserve.worker.inputs import SlotState
 from aserve.worker.kv_cache import KVPools, block_bytes
 from aserve.worker.prompt_logprobs import PromptLogprobs, PromptPart
 from aserve.worker.sampler import DrawnLogprobs, Sampler
@@ -60,6 +60,7 @@ class ModelRunner:
         self.config = config
         self._load_model = load_model
         self._bad: deque[tuple[int, int]] = deque()  # (slot, length) whose KV may hold non-finite values
+        self._last_done: torch.cuda.Event | None = None  # of the step waited for last
 
     # executors.Runner
 
@@ -136,17 +137,15 @@ class ModelRunner:
         """The step's draws, once they are on the host. Waiting releases the GIL."""
         assert isinstance(handle, Pending)
         if handle.done is not None:
-            handle.done.synchronize()
-            assert handle.started is not None
-            handle.timings.compute = handle.started.elapsed_time(handle.done) / 1000
+            self._wait_for(handle)
         plan = handle.plan
         tokens: list[int] = []
         bad: tuple[int, ...] = ()
         if handle.drawn is not None:
-            tokens, finite = handle.drawn[:, : len(plan.draws)].tolist()
+            draws = plan.draws
+            tokens, finite = handle.drawn[:, : len(draws)].tolist()
             if 0 in finite:
                 bad = tuple(i for i, flag in enumerate(finite) if not flag)
-                draws = plan.draws
                 self._bad.extend((draws[i], int(self.state.host_position[draws[i]])) for i in bad)
         return StepResult(
             number=plan.number,
@@ -156,6 +155,28 @@ class ModelRunner:
             prompt_logprobs={part.chunk: part.read() for part in handle.prompt},
             timings=handle.timings,
         )
+
+    def _wait_for(self, handle: Pending) -> None:
+        """Until the device is done with the step; on the waiting thread."""
+        done, started, timings = handle.done, handle.started, handle.timings
+        assert done is not None and started is not None
+        began = time.perf_counter()
+        done.synchronize()
+        timings.wait = time.perf_counter() - began
+        timings.compute = started.elapsed_time(done) / 1000
+        if self._last_done is not None:
+            timings.gap = self._last_done.elapsed_time(started) / 1000
+        self._last_done = done
+
+    def idle(self) -> bool:
+        """Captures a graph that will be needed; False where there is none to capture."""
+        if self.graphs is None:
+            return False
+        with torch.inference_mode():
+            busy = self.graphs.idle()
+        if busy:
+            torch.cuda.synchronize(self.device)  # a request that comes now waits for this one alone
+        return busy
 
     def _make_model(self) -> Model:
         make = self._load_model
@@ -212,63 +233,67 @@ class ModelRunner:
     # one step
 
     def _launch(self, plan: StepPlan) -> Pending:
-        began = time.perf_counter()
-        started = self._record_event()
+        timings = StepTimings(began=time.perf_counter())
+        pending = Pending(plan, None, None, [], timings, self._record_event())
         self._scrub()
         self._check_tokens(plan)
         if plan.slots:
             self.sampler.update(plan.slots)
             self.prompt_logprobs.start(update.slot for update in plan.slots)
-        graphs = self._graphs_for(plan)
-        batch = None if graphs is not None else self.state.apply(plan)
-        if graphs is not None:
-            self.state.update(plan)
         if plan.swap_out:
             self.pools.swap_out(plan.swap_out)
         if plan.swap_in:
             self.pools.swap_in(plan.swap_in)
         if plan.copies:
             self.pools.copy(plan.copies)
-        pending = Pending(plan, None, None, [], StepTimings(), started)
-        if graphs is not None:
-            pending.drawn = _to_host(graphs.run(plan))
+        graphs = self.graphs if self.graphs is not None and self.graphs.takes(plan) else None
+        if graphs is not None and graphs.draws(plan) and self._is_plain(plan):
+            drawn = graphs.run(plan, timings)
+            pending.drawn = None if drawn is None else _to_host(drawn)
         elif plan.num_tokens:
-            assert batch is not None
-            self._compute(plan, batch, pending)
+            self._compute(plan, graphs, pending)
+        else:
+            self.state.update(plan)
         if plan.num_tokens:
             self.state.advance_host(plan)
         pending.done = self._record_event()
-        pending.timings.launch = pending.timings.compute = time.perf_counter() - began
+        timings.launch = timings.compute = time.perf_counter() - timings.began - timings.inputs
         return pending
 
-    def _compute(self, plan: StepPlan, batch: StepBatch, pending: Pending) -> None:
+    def _compute(self, plan: StepPlan, graphs: StepGraphs | None, pending: Pending) -> None:
         """Forward, draw, and the draws' copy to the host."""
-        ids, meta = self.state.assemble(batch)
-        hidden = self.model.forward(ids, meta, self.pools.caches)
+        timings = pending.timings
+        if graphs is not None:
+            hidden = graphs.forward(plan, timings)
+        else:
+            batch = self.state.apply(plan)
+            timings.inputs = time.perf_counter() - timings.began
+            ids, meta = self.state.assemble(batch)
+            hidden = self.model.forward(ids, meta, self.pools.caches)
         if plan.chunks:
             pending.prompt = self.prompt_logprobs.compute(plan, hidden, self.state.host_prompt_len)
         draws = plan.draws
         if not draws:
             return
+        where = self.state.draws_of(plan)
         if plan.chunks:
-            hidden = hidden[batch.query_starts[1:][batch.draw_rows].long() - 1]
+            hidden = hidden.index_select(0, where.rows)
         logits = self.model.logits(hidden)
-        rows = self.state.sampling_rows(draws, batch, meta)
+        rows = self.state.sampling_rows(draws, where)
         logprobs = None
         if self.sampler.plain(draws) and not plan.masks:
             tokens = self.kernels.sample(logits, rows)
         else:
-            tokens, logprobs = self.sampler.draw(logits, rows, draws, self._output_index(plan), plan.masks)
+            tokens, logprobs = self.sampler.draw(logits, rows, draws, where.output_index, plan.masks)
         drawn = torch.stack((tokens, _finite(hidden, logits, tokens)))
-        self.state.advance(batch, meta, tokens)
+        self.state.advance(where, tokens)
         pending.drawn, pending.logprobs = _to_host(drawn), logprobs and logprobs.to_host()
 
-    def _graphs_for(self, plan: StepPlan) -> StepGraphs | None:
-        """The graphs, where the whole step is one of theirs."""
-        if self.graphs is None or plan.masks or not self.graphs.takes(plan):
-            return None
-        slots = (*plan.decodes, *(chunk.slot for chunk in plan.chunks), *plan.draws)
-        return self.graphs if self.sampler.plain(slots) else None
+    def _is_plain(self, plan: StepPlan) -> bool:
+        """True where no draw or prompt of the step needs more than what is captured."""
+        if plan.masks:
+            return False
+        return self.sampler.plain((*plan.decodes, *(slot for c in plan.chunks for slot in (c.slot, *c.draws))))
 
     def _make_graphs(self, max_model_len: int) -> StepGraphs | None:
         if self.config.attention_backend == "torch":
@@ -286,14 +311,6 @@ class ModelRunner:
         if self.device.type == "cuda":
             graphs.warm()
         return graphs
-
-    def _output_index(self, plan: StepPlan) -> list[int]:
-        """Host's copy of the index of the output token each draw makes."""
-        prompt_len = self.state.host_prompt_len
-        index = [int(self.state.host_position[slot] + 1 - prompt_len[slot]) for slot in plan.decodes]
-        for chunk in plan.chunks:
-            index += [int(chunk.start + len(chunk.tokens) - prompt_len[slot]) for slot in chunk.draws]
-        return index
 
     def _check_tokens(self, plan: StepPlan) -> None:
         vocab_size = self.state.vocab_size

@@ -151,7 +151,7 @@ class Sampler:
         if asked:
             raw = logits[torch.tensor([i for i, _ in asked], device=self._device)].float().log_softmax(dim=-1)
         if masks:
-            logits = self._mask(logits.float(), draws, masks)
+            logits = self._mask(logits, draws, masks)
         logits = self._adjust(logits, draws, found, output_index)
         tokens = self._kernels.sample(logits, rows)
         self._count(draws, tokens, found)

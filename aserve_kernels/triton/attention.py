@@ -155,7 +155,7 @@ def _decode_kernel(
         low = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
     size = tl.maximum(tl.cdiv(tl.cdiv(seq_len - low, SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT)
     active = tl.cdiv(seq_len - low, size)
-    if split >= tl.maximum(active, 1):
+    if split >= active:  # all of them where the row is missing: it has no context
         begin(PDL)  # a program that ends without waiting would let the next kernel overtake the one before
         return
 
@@ -305,11 +305,13 @@ def _chunk_kernel(
 
 def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, min_split: int) -> int:
     """Programs per row and KV head: enough to fill the card with few rows, 16 at most from 8 rows up, and never
-    more than the longest context has pieces of `min_split` tokens."""
+    more than the longest context has pieces of `min_split` tokens. With many rows, two, for the sake of long ones:
+    each that has no work costs a little."""
     wanted = 2048 // (num_rows * num_kv_heads)
+    least = 4 if num_rows * num_kv_heads < 512 else 2
     cap = 64 if num_rows < 8 else 16
     pieces = triton.cdiv(max_seq_len, min_split)
-    return int(min(triton.next_power_of_2(max(wanted, 4)), cap, triton.next_power_of_2(pieces)))
+    return int(min(triton.next_power_of_2(max(wanted, least)), cap, triton.next_power_of_2(pieces)))
 
 
 def _arrival_counters(key_cache: Tensor, count: int) -> Tensor:
@@ -425,8 +427,7 @@ def chunk_attention(
     group, constants, scalars = _common(query, key_cache, window, softcap)
     tile = _chunk_tile(query.dtype, constants["BLOCK_D"])
     block_m = tile["BLOCK_M"]
-    num_tokens = query.shape[0] - first_row  # rows before first_row have one token each
-    tiles = num_tokens * group // block_m + num_rows
+    tiles = query.shape[0] * group // block_m + num_rows  # rows before first_row may be missing
     _chunk_kernel[(constants["NUM_KV_HEADS"], tiles)](
         out,
         query,

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual add, and the gated activation of an MLP. Called once or twice a layer.
+"""RMSNorm and LayerNorm, alone and fused with the residual add, and an MLP's gated activation; once or twice a layer.
 
 One program owns a row (or a few short ones); statistics are float32 whatever the tensors hold.
 """
@@ -13,24 +13,29 @@ from aserve_kernels.triton.launch import begin, overlapped
 
 
 @triton.jit
-def _rms_norm_kernel(
+def _norm_kernel(
     out_ptr,
     x_ptr,
     residual_ptr,
     weight_ptr,
+    bias_ptr,
     num_rows,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    CENTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """RMSNorm, or with CENTER LayerNorm, of x, or with ADD of x + residual, which becomes the residual."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     offset = row[:, None] * SIZE + column[None, :]
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if CENTER:
+        bias = tl.load(bias_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
     begin(PDL)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if ADD:
@@ -38,28 +43,38 @@ def _rms_norm_kernel(
         rounded = x.to(residual_ptr.dtype.element_ty)  # the norm sees the residual as stored
         tl.store(residual_ptr + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
+    if CENTER:
+        x = tl.where(mask, x - (tl.sum(x, axis=1) / SIZE)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
-    tl.store(out_ptr + offset, x * scale[:, None] * weight[None, :], mask=mask)
+    out = x * scale[:, None] * weight[None, :]
+    if CENTER:
+        out += bias[None, :]
+    tl.store(out_ptr + offset, out, mask=mask)
 
 
-def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    x = x.contiguous()
+    assert residual is None or residual.is_contiguous()  # it is written in place
+    out = empty_like(x)
     size = x.shape[-1]
     num_rows = x.numel() // size
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(size)
     rows = max(1, min(8, 1024 // block))  # a head's norm packs several rows into a program
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _norm_kernel[(triton.cdiv(num_rows, rows),)](
         out,
         x,
         residual,
         weight,
+        bias,
         num_rows,
         eps,
         SIZE=size,
         BLOCK=block,
         ROWS=rows,
         ADD=residual is not None,
+        CENTER=bias is not None,
         num_warps=max(1, min(16, block * rows // 512)),
         **overlapped(x.device),
     )
@@ -68,21 +83,30 @@ def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ops.Kernels."""
-    x = x.contiguous()
-    return _launch(empty_like(x), x, None, weight, eps)
+    return _normed(x, None, weight, None, eps)
 
 
 def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ops.Kernels. `residual` must be contiguous: it is written in place."""
-    x = x.contiguous()
-    assert residual.is_contiguous()
-    return _launch(empty_like(x), x, residual, weight, eps)
+    """See ops.Kernels."""
+    return _normed(x, residual, weight, None, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See ops.Kernels."""
+    return _normed(x, None, weight, bias, eps)
+
+
+def add_layer_norm_(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See ops.Kernels."""
+    return _normed(x, residual, weight, bias, eps)
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """silu, gelu_tanh or gelu of float32 x."""
-    if ACTIVATION == "silu":
+    """relu, silu, gelu_tanh or gelu of float32 x."""
+    if ACTIVATION == "relu":
+        return tl.maximum(x, 0.0)
+    elif ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":  # x / 2 (1 + tanh z) = x sigmoid(2 z)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -115,3 +139,20 @@ def gated_mlp(gate_up: Tensor, activation: str) -> Tensor:
             out, gate_up, size, ACTIVATION=activation, BLOCK=block, num_warps=4, **overlapped(out.device)
         )
     return out
+
+
+@triton.jit
+def _activate_kernel(x_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(x_ptr + at, activate(x, ACTIVATION), mask=at < size)
+
+
+def activated_(x: Tensor, activation: str) -> Tensor:
+    """The activation of contiguous x, in place."""
+    if x.numel():
+        _activate_kernel[(triton.cdiv(x.numel(), 2048),)](
+            x, x.numel(), ACTIVATION=activation, BLOCK=2048, num_warps=8, **overlapped(x.device)
+        )
+    return x

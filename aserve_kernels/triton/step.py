@@ -1,4 +1,5 @@
-"""The two ends of a step, one launch each: from slot state to the model's inputs, and from its draws to slot state.
+"""The ends of a step, one launch each: the host's updates of slot state, from it to the model's inputs, and from draws
+to slot state.
 
 aserve/worker/graphs.py captures them in a CUDA graph; worker/inputs.py does the same with torch operations. Slot state
 is one element (or block-table row) per slot, as inputs.SlotState keeps it.
@@ -23,6 +24,7 @@ class StepRows:
     A `token_ids`, `token_positions` or `row_ends` of -1 stands for what the slot's state holds.
     """
 
+    new_blocks: Tensor | None  # [R]: the page that the row's last position is the first of, or -1; T = R then
     token_slots: Tensor  # [T]
     token_ids: Tensor  # [T]
     token_positions: Tensor  # [T]
@@ -70,6 +72,77 @@ class StepInputs:
 
 
 @triton.jit
+def _update_kernel(
+    header_ptr,
+    prompt_len_ptr,
+    seed_ptr,
+    choice_ptr,
+    top_k_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    block_table_ptr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    first = tl.program_id(0) * BLOCK
+    num_slots = tl.load(header_ptr + 1).to(tl.int32)
+    num_blocks = tl.load(header_ptr + 2).to(tl.int32)
+    words = header_ptr + tl.load(header_ptr)
+    for start in range(first, num_slots, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_slots
+        slot = tl.load(words + i, mask=mask, other=0)
+        i += num_slots
+        tl.store(prompt_len_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        tl.store(seed_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        tl.store(choice_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        tl.store(top_k_ptr + slot, tl.load(words + i, mask=mask), mask=mask)
+        i += num_slots
+        bits = tl.load(words + i, mask=mask).to(tl.int32)
+        tl.store(temperature_ptr + slot, bits.to(tl.float32, bitcast=True), mask=mask)
+        i += num_slots
+        bits = tl.load(words + i, mask=mask).to(tl.int32)
+        tl.store(top_p_ptr + slot, bits.to(tl.float32, bitcast=True), mask=mask)
+        i += num_slots
+        bits = tl.load(words + i, mask=mask).to(tl.int32)
+        tl.store(min_p_ptr + slot, bits.to(tl.float32, bitcast=True), mask=mask)
+    words += 8 * num_slots
+    for start in range(first, num_blocks, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_blocks
+        at = tl.load(words + i, mask=mask, other=0)
+        block = tl.load(words + num_blocks + i, mask=mask, other=0)
+        tl.store(block_table_ptr + at, block.to(tl.int32), mask=mask)
+
+
+def update_slots(header: Tensor, slots: SlotTensors) -> None:
+    """Writes what the words say, int64: `header` holds how far behind it they begin, and how many slots and block table
+    entries they are for. Of each slot there are its number, prompt_len, seed, choice, top_k and the float32 bits of
+    temperature, top_p and min_p; of each entry its place and the block; one kind after the other."""
+    programs = 8
+    _update_kernel[(programs,)](
+        header,
+        slots.prompt_len,
+        slots.seed,
+        slots.choice,
+        slots.top_k,
+        slots.temperature,
+        slots.top_p,
+        slots.min_p,
+        slots.block_table,
+        BLOCK=128,
+        PROGRAMS=programs,
+        **overlapped(header.device),
+    )
+
+
+@triton.jit
 def _row_end(row, row_slots_ptr, row_ends_ptr, position_ptr, mask):
     end = tl.load(row_ends_ptr + row, mask=mask, other=0)
     slot = tl.load(row_slots_ptr + row, mask=mask, other=0)
@@ -86,6 +159,7 @@ def _inputs_kernel(
     given_starts_ptr,
     draw_rows_ptr,
     draw_slots_ptr,
+    new_blocks_ptr,
     last_token_ptr,
     position_ptr,
     prompt_len_ptr,
@@ -116,6 +190,7 @@ def _inputs_kernel(
     max_blocks,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -130,6 +205,9 @@ def _inputs_kernel(
         position = tl.load(given_positions_ptr + at, mask=mask, other=0)
         position = tl.where(position < 0, tl.load(position_ptr + slot, mask=mask, other=0), position)
         block = tl.load(block_table_ptr + slot * max_blocks + position // PAGE, mask=mask, other=0).to(tl.int64)
+        if GROWS:
+            new = tl.load(new_blocks_ptr + at, mask=mask, other=-1)
+            block = tl.where(new >= 0, new, block)
         tl.store(ids_ptr + at, token, mask=mask)
         tl.store(positions_ptr + at, position, mask=mask)
         tl.store(slot_mapping_ptr + at, block * PAGE + position % PAGE, mask=mask)
@@ -158,14 +236,20 @@ def _inputs_kernel(
         tl.store(seq_lens_ptr + program, end.to(tl.int32))
         slot = tl.load(row_slots_ptr + program)
         row = program.to(tl.int64)
+        last, new = -1, -1
+        if GROWS:
+            last, new = (end - 1) // PAGE, tl.load(new_blocks_ptr + program)
+            tl.store(block_table_ptr + slot * max_blocks + last, new.to(tl.int32), mask=new >= 0)
         for start in range(0, tl.cdiv(end, PAGE), BLOCK):  # to a whole BLOCK of pages: what lies beyond is never read
             page = start + tl.arange(0, BLOCK)
             block = tl.load(block_table_ptr + slot * max_blocks + page, mask=page < max_blocks, other=0)
+            if GROWS:
+                block = tl.where((page == last) & (new >= 0), new.to(tl.int32), block)
             tl.store(block_tables_ptr + row * max_blocks + page, block, mask=page < max_blocks)
 
 
 def step_inputs(rows: StepRows, slots: SlotTensors, block_size: int) -> StepInputs:
-    """New tensors made from the rows and the slots' state."""
+    """New tensors made from the rows and the slots' state, whose block tables first get the rows' new blocks."""
     num_tokens, num_rows, num_draws = (t.shape[0] for t in (rows.token_slots, rows.row_slots, rows.draw_slots))
     device = rows.token_slots.device
     max_blocks = slots.block_table.shape[1]
@@ -199,6 +283,7 @@ def step_inputs(rows: StepRows, slots: SlotTensors, block_size: int) -> StepInpu
         rows.query_starts,
         rows.draw_rows,
         rows.draw_slots,
+        rows.token_slots if rows.new_blocks is None else rows.new_blocks,
         slots.last_token,
         slots.position,
         slots.prompt_len,
@@ -229,6 +314,7 @@ def step_inputs(rows: StepRows, slots: SlotTensors, block_size: int) -> StepInpu
         max_blocks,
         PAGE=block_size,
         BLOCK=block,
+        GROWS=rows.new_blocks is not None,
         **overlapped(device),
     )
     return inputs

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import uvloop
 
-from aserve import Engine, SamplingParams
+from aserve import Engine, SamplingParams, profiled
 from aserve.bench import offline, workload
 
 INPUT_LEN, OUTPUT_LEN = 32, 128
@@ -81,7 +81,8 @@ async def profile(engine: Engine, args: argparse.Namespace) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     for batch in args.batches:
         requests = [([workload.FIRST_ID + i] * INPUT_LEN, params) for i in range(batch)]
-        await offline.profiled(Path(f"{args.profile}_b{batch}"), engine, requests)
+        async with profiled(engine, Path(f"{args.profile}_b{batch}")):
+            await offline.run_batch(engine, requests)
 
 
 def main() -> None:

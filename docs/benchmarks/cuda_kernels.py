@@ -107,6 +107,11 @@ def elementwise_cases(kernels: Kernels) -> list[Case]:
             weight = randn(128)
             return lambda: kernels.rotary_kv_write_(qkv, at, at, cos_sin, key, value, 32, 8, 128, weight, weight, 1e-6)
 
+        def layer_norm(_: int, t: int = t) -> Callable[[], object]:
+            x, residual, weight = randn(t, 5120), randn(t, 5120), randn(5120)
+            return lambda: kernels.add_layer_norm_(x, residual, weight, weight, 1e-5)
+
+        cases.append((f"add_layer_norm {t}x5120", layer_norm, t * 5120 * 2 * 4, 0))
         cases.append((f"add_rms_norm {t}x4096", norm, t * 4096 * 2 * 4, 0))
         cases.append((f"gated_mlp {t}x14336", gated, t * 14336 * 2 * 3, 0))
         cases.append((f"rotary_kv_write {t}x(32+8+8)x128", rotary, t * 48 * 128 * 2 * 2, 0))
@@ -139,7 +144,8 @@ def sample_cases(kernels: Kernels) -> list[Case]:
 
 
 def linear_cases() -> list[Case]:
-    from aserve_kernels.triton.linear import linear
+    from aserve_kernels.triton.linear import gated_linear, linear
+    from aserve_kernels.triton.norm import gated_mlp
 
     shapes = {
         "qwen3-0.6b qkv": (4096, 1024),
@@ -152,6 +158,9 @@ def linear_cases() -> list[Case]:
         "llama-3.1-8b gate_up": (28672, 4096),
         "llama-3.1-8b down": (4096, 14336),
         "llama-3.1-8b head": (128256, 4096),
+        "opt-13b output": (5120, 5120),
+        "opt-13b up": (20480, 5120),
+        "opt-13b down": (5120, 20480),
     }
     cases: list[Case] = []
     for name, (n, k) in shapes.items():
@@ -163,6 +172,26 @@ def linear_cases() -> list[Case]:
                     return lambda: call(x, weight)
 
                 cases.append((f"linear {kind} {name} {t}", make, n * k * 2.0, 2.0 * n * k * t))
+    for t in (104, 128, 256):
+        for kind, product in (("aserve", gated_linear), ("cublas", None)):
+
+            def gated(_: int, t: int = t, product: Any = product) -> Callable[[], object]:
+                weight, x = randn(28672, 4096), randn(t, 4096)
+                if product is not None:
+                    return lambda: product(x, weight, None, "silu")
+                return lambda: gated_mlp(functional.linear(x, weight), "silu")
+
+            cases.append((f"gated linear {kind} llama-3.1-8b {t}", gated, 28672 * 4096 * 2.0, 2.0 * 28672 * 4096 * t))
+    for name in ("qwen3-0.6b o", "qwen3-0.6b down"):
+        for t in (128, 256):
+            for kind, call in (("aserve", linear), ("cublas", functional.linear)):
+                n, k = shapes[name]
+
+                def small(_: int, n: int = n, k: int = k, t: int = t, call: Any = call) -> Callable[[], object]:
+                    weight, x = randn(n, k), randn(t, k)
+                    return lambda: call(x, weight)
+
+                cases.append((f"linear {kind} {name} {t}", small, n * k * 2.0, 2.0 * n * k * t))
     return cases
 
 

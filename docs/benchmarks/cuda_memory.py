@@ -1,11 +1,15 @@
 """Memory on a CUDA card against what was planned, and a run at full load that must not run out of it.
 
     python docs/benchmarks/cuda_memory.py [--models llama-8b qwen3-moe] [--layers N] [--minutes 1] [--utilization 0.95]
+                                          [--preempt]
 
 For each model, in a process of its own and with random weights: `weights` is what its tensors' shapes add up to against
 what the allocator holds after loading; `total` is utilization x card, the plan, against the most that was in use on the
-card while as many requests as may run at once came and went, prompts of up to a whole step among them. Prints JSON, and
-writes cuda_memory.json into $OUT where that is set. Exit code 1: an estimate was off by over 3%, or a request failed.
+card while as many requests as may run at once came and went, prompts of up to a whole step among them. With --preempt
+outputs are so long that they outgrow the pool, and every ten seconds preemption turns from swapping to recomputing or
+back. `minutes` has the most memory in use in each minute, which must not grow. Prints JSON, and writes cuda_memory.json
+into $OUT where that is set. Exit code 1: an estimate was off by over 3%, memory grew, an output failed or has a wrong
+length.
 """
 
 from __future__ import annotations
@@ -112,13 +116,22 @@ async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) 
         enable_prefix_caching=False,
         gpu_memory_utilization=args.utilization,
     )
-    most, errors, done, stop = 0, {}, 0, threading.Event()
+    errors, done, tokens, stop = {}, 0, 0, threading.Event()
+    minutes: list[int] = []  # the most in use in each
 
     def watch() -> None:
-        nonlocal most
+        began = time.monotonic()
         while not stop.wait(0.02):
             free, total = torch.cuda.mem_get_info()
-            most = max(most, total - free)
+            minute = int(time.monotonic() - began) // 60
+            minutes.extend([0] * (minute + 1 - len(minutes)))
+            minutes[minute] = max(minutes[minute], total - free)
+
+    async def alternate() -> None:
+        while True:
+            for mode in ("swap", "recompute"):
+                engine._scheduler.costs.mode = mode  # type: ignore[assignment]
+                await asyncio.sleep(10)
 
     async with engine:
         free, _ = torch.cuda.mem_get_info()
@@ -130,31 +143,42 @@ async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) 
         longest = min(engine.info.max_num_batched_tokens, engine.info.max_model_len - 300)
 
         async def client() -> None:
-            nonlocal done
+            nonlocal done, tokens
             from aserve import SamplingParams
 
             while time.monotonic() < end:
                 length = longest if draw.random() < 0.05 else draw.randint(16, 1024)
                 prompt = [draw.randrange(10, engine.info.vocab_size) for _ in range(length)]
                 params = SamplingParams(
-                    temperature=draw.choice([0.0, 1.0]), top_p=draw.choice([1.0, 0.9]), max_tokens=256, ignore_eos=True
+                    temperature=draw.choice([0.0, 1.0]),
+                    top_p=draw.choice([1.0, 0.9]),
+                    max_tokens=draw.randint(256, 2048) if args.preempt else 256,
+                    ignore_eos=True,
                 )
                 try:
                     async with engine.generate(prompt, params) as stream:
-                        await stream.completions()
+                        (completion,) = await stream.completions()
+                    if len(completion.token_ids) != params.max_tokens:
+                        errors["wrong length"] = errors.get("wrong length", 0) + 1
                     done += 1
+                    tokens += len(completion.token_ids)
                 except AserveError as error:
                     reason = f"{type(error).__name__}: {error}"[:200]
                     errors[reason] = errors.get(reason, 0) + 1
 
+        alternating = asyncio.create_task(alternate()) if args.preempt else None
         await asyncio.gather(*(client() for _ in range(engine.info.max_num_seqs * 5 // 4)))
+        if alternating is not None:
+            alternating.cancel()
+        preemptions = {" ".join(kind): count for kind, count in engine.stats().preemptions.items()}
         stop.set()
         watcher.join()
         info = engine.info
     planned, weights = int(card * args.utilization), weight_bytes(config, config["max_position_embeddings"])
     return {
         "weights": _compared(weights, held["weights"]),
-        "total": _compared(planned, most),
+        "total": _compared(planned, max(minutes)),
+        "minutes_bytes": minutes,
         "card_bytes": card,
         "after_start_bytes": after_start,
         "num_gpu_blocks": info.num_gpu_blocks,
@@ -162,6 +186,8 @@ async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) 
         "max_model_len": info.max_model_len,
         "startup_seconds": round(info.startup_seconds, 1),
         "requests": done,
+        "output_tokens": tokens,
+        "preemptions": preemptions,
         "failed": errors,
     }
 
@@ -175,6 +201,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["llama-8b", "qwen3-moe"])
     parser.add_argument("--layers", type=int, help="in place of each model's own")
     parser.add_argument("--minutes", type=float, default=1.0, help="of full load for each model")
+    parser.add_argument("--preempt", action="store_true", help="outgrow the pool, swapping and recomputing in turn")
     parser.add_argument("--utilization", type=float, default=0.95)
     parser.add_argument("--once", metavar="DIR", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -189,6 +216,7 @@ def main() -> None:
             Path(directory, "config.json").write_text(json.dumps(shape | {"dtype": "bfloat16"}))
             command = [sys.executable, __file__, "--once", directory]
             command += ["--minutes", str(args.minutes), "--utilization", str(args.utilization)]
+            command += ["--preempt"] if args.preempt else []
             child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         lines = child.stdout.splitlines()
         results[name] = json.loads(lines[-1]) if child.returncode == 0 and lines else {"exit_code": child.returncode}
@@ -202,7 +230,9 @@ def main() -> None:
 def _passes(result: dict[str, Any]) -> bool:
     if "exit_code" in result or result["failed"] or not result["requests"]:
         return False
-    return all(abs(result[part]["error"]) <= LARGEST_ERROR for part in ("weights", "total"))
+    minutes = result["minutes_bytes"]
+    grew = len(minutes) > 2 and max(minutes[2:]) > 1.002 * max(minutes[:2])  # graphs are made at first
+    return not grew and all(abs(result[part]["error"]) <= LARGEST_ERROR for part in ("weights", "total"))
 
 
 if __name__ == "__main__":

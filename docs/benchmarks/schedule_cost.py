@@ -1,4 +1,4 @@
-"""What one scheduler step costs on one core: schedule() + commit() of a steady decode batch.
+"""What one scheduler step costs on one core: schedule() + commit() of a steady decode batch, and of one that changes.
 
     python docs/benchmarks/schedule_cost.py
 
@@ -8,6 +8,7 @@ made up, one token per draw. It must stay flat in the number waiting. Processor 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 
@@ -64,8 +65,50 @@ def step(scheduler: Scheduler) -> float:
     return time.thread_time() - resume + middle - start
 
 
+def changing(num_running: int, num_waiting: int) -> list[float]:
+    """Seconds of steps in which about two requests arrive, two start and two end, of 100 tenants, under `fair`."""
+    output = num_running // 2
+    blocks = BlockManager(num_running * ((PROMPT + 16 + output) // 16 + 2), 0, 16)
+    scheduler = Scheduler(
+        blocks=blocks,
+        policy=load_policy("fair"),
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+    )
+    numbers = itertools.count()
+
+    def arrive(length: int) -> None:
+        number = next(numbers)
+        request = Request(
+            id=number,
+            key="",
+            prompt=tuple(range(number % 5000, number % 5000 + PROMPT + number % 16)),
+            params=params[length],
+            seed=0,
+            max_tokens=length,
+            arrival=float(number),
+            end_token_ids=(1,),
+            tenant=str(number % 100),
+        )
+        request.sequences = [Sequence(request, 0)]
+        scheduler.add(request)
+
+    params = {n: SamplingParams(temperature=0.0, max_tokens=n) for n in range(1, output + 1)}
+    for number in range(num_running):
+        arrive(1 + number * output // num_running)
+    for _ in range(num_waiting):
+        arrive(output)
+    times = []
+    for _ in range(STEPS):
+        arrive(output)
+        arrive(output)
+        times.append(step(scheduler))
+    return sorted(times[STEPS // 5 :])
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     print("policy  running  waiting  median us  p99 us")
     for policy in ("fcfs", "fair"):
         for num_running in (1, 64, 256):
@@ -76,6 +119,11 @@ def main() -> None:
                 times = sorted(step(scheduler) for _ in range(STEPS))
                 median, p99 = statistics.median(times), times[int(len(times) * 0.99)]
                 print(f"{policy:6} {num_running:8} {num_waiting:8} {median * 1e6:10.1f} {p99 * 1e6:7.1f}")
+    print("changing: running  waiting  median us  p99 us")
+    for num_waiting in (10, 100_000):
+        times = changing(256, num_waiting)
+        median, p99 = statistics.median(times), times[int(len(times) * 0.99)]
+        print(f"{256:17} {num_waiting:8} {median * 1e6:10.1f} {p99 * 1e6:7.1f}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
-from aserve.plan import Chunk
+from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotMask
 from aserve.request import SamplingParams
+from aserve.worker.buckets import DrawShape, ForwardShape, likely_shapes
 from aserve.worker.runner import ModelRunner
 from tests.tiny_model import VOCAB, Driver, make_runner
 
@@ -31,7 +33,7 @@ def graph_runner(**options: object) -> ModelRunner:
     if not CUDA:
         runner.graphs = runner._make_graphs(128)
         assert runner.graphs is not None
-        runner.graphs._capture = lambda rows, bucket: None  # type: ignore[method-assign]
+        runner.graphs._capture = lambda work: None  # type: ignore[method-assign]
     return runner
 
 
@@ -114,3 +116,122 @@ def test_a_row_that_is_not_finite_is_reported_alone() -> None:
     result = driver.run(chunks=chunks, slots=tuple(updates))
     assert result.bad == (1,)
     assert len(result.tokens) == 3
+
+
+EXTRAS = {
+    "bias": SamplingParams(temperature=0.0, logit_bias={3: 50.0, 4: -100.0}),
+    "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.5, frequency_penalty=0.5),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=3),
+    "prompt logprobs": SamplingParams(temperature=0.0, prompt_logprobs=2),
+    "min_tokens": SamplingParams(temperature=0.0, min_tokens=6, stop_token_ids=(5, 11)),
+}
+
+
+@pytest.mark.parametrize("params", EXTRAS.values(), ids=EXTRAS)
+def test_a_request_with_options_of_its_own_leaves_the_others_in_graphs(params: SamplingParams) -> None:
+    """Both sequences' tokens and logprobs equal the CPU's, and every forward pass has a captured shape."""
+
+    def steps(driver: Driver) -> list[object]:
+        updates = []
+        for slot, prompt, options in ((1, PROMPTS[1], params), (4, PROMPTS[2], PLAIN)):
+            tokens = prompt if options.needs_token_counts else None
+            updates.append(driver.start(slot, len(prompt), options, seed=slot, tokens=tokens)[0])
+        chunks = (Chunk(1, 0, PROMPTS[1], (1,)), Chunk(4, 0, PROMPTS[2][:6]))
+        results = [driver.run(chunks=chunks, slots=tuple(updates))]
+        results.append(driver.run((1,), (Chunk(4, 6, PROMPTS[2][6:], (4,)),)))
+        results += [driver.run((1, 4)) for _ in range(6)]
+        found: list[object] = [result.tokens for result in results]
+        for result in results:
+            for draw in [*result.logprobs.values(), *(d for part in result.prompt_logprobs.values() for d in part)]:
+                found += [draw.token_id, [token for token, _ in draw.top]]
+                found.append(pytest.approx(draw.logprob, abs=1e-4))
+        return found
+
+    driver = Driver(graph_runner())
+    assert driver.runner.graphs is not None
+    assert steps(driver) == steps(Driver(make_runner()))
+    assert any(isinstance(shape, ForwardShape) and shape.num_decodes for shape in driver.runner.graphs._captured)
+
+
+class Known:
+    """A mask that is there."""
+
+    def __init__(self, *tokens: int) -> None:
+        bits = np.zeros(VOCAB + 7, dtype=np.uint8)
+        bits[list(tokens)] = 1
+        self.bits = np.packbits(bits, bitorder="little").tobytes()
+
+    def read(self) -> bytes:
+        return self.bits
+
+
+def test_a_masked_draw_gives_what_its_mask_allows_and_leaves_its_neighbours() -> None:
+    want = solo(PROMPTS[3], SEEDED, 6, seed=2)
+    driver = Driver(graph_runner())
+    updates = [driver.start(slot, len(p), SEEDED, seed=2)[0] for slot, p in ((0, PROMPTS[3]), (6, PROMPTS[0]))]
+    chunks = (Chunk(0, 0, PROMPTS[3], (0,)), Chunk(6, 0, PROMPTS[0], (6,)))
+    tokens = []
+    for step in range(6):
+        masks = (SlotMask(6, Known(step, step + 20)),)
+        if step == 0:
+            result = driver.run(chunks=chunks, slots=tuple(updates), masks=masks)
+        else:
+            result = driver.run((0, 6), masks=masks)
+        tokens.append(result.tokens[0])
+        assert result.tokens[1] in (step, step + 20)
+    assert tokens == want
+
+
+def test_a_sequence_swapped_out_and_in_goes_on_as_before() -> None:
+    want = solo(PROMPTS[3], GREEDY, 8)
+    driver = Driver(graph_runner(swap_space=0.01))
+    update, _ = driver.start(2, len(PROMPTS[3]), GREEDY)
+    tokens = driver.run(chunks=(Chunk(2, 0, PROMPTS[3], (2,)),), slots=(update,)).tokens
+    tokens += driver.run((2,)).tokens + driver.run((2,)).tokens
+    blocks, length = driver.tables[2], driver.lengths[2]
+    driver.run(swap_out=tuple(BlockCopy(block, host) for host, block in enumerate(blocks)))
+    with torch.inference_mode():
+        for key, value in driver.runner.pools.caches:  # others use the blocks meanwhile
+            key[blocks], value[blocks] = 9.0, 9.0
+    driver.free = [block for block in driver.free if block not in blocks] + blocks
+    fresh = [driver.free.pop(0) for _ in blocks]
+    update, _ = driver.start(5, len(PROMPTS[3]), GREEDY)
+    driver.tables[5], driver.lengths[5] = fresh, length
+    swap_in = tuple(BlockCopy(host, block) for host, block in enumerate(fresh))
+    chunk = Chunk(5, length, (tokens[-1],), (5,))
+    delta = BlockDelta(5, 0, tuple(fresh))
+    tokens += driver.run((), (chunk,), (update,), blocks=(delta,), swap_in=swap_in).tokens
+    while len(tokens) < 8:
+        tokens += driver.run((5,)).tokens
+    assert tokens == want
+
+
+def test_an_idle_worker_captures_what_steps_will_need() -> None:
+    want = solo(PROMPTS[2], PLAIN, 8, seed=3)
+    runner = graph_runner()
+    assert runner.graphs is not None
+    runner.graphs._ahead.extend(likely_shapes(8))
+    with torch.inference_mode():
+        while runner.graphs.idle():
+            pass
+    shapes = set(runner.graphs._captured)
+    assert Driver(runner).generate(3, PROMPTS[2], PLAIN, 8, seed=3) == want
+    assert set(runner.graphs._captured) == shapes
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_model_that_cannot_be_captured_runs_and_leaves_torchs_generator_usable() -> None:
+    runner = graph_runner()
+    assert runner.graphs is not None
+    runner.graphs._captured.clear()
+    forward = runner.model.forward
+
+    def reads(token_ids, meta, caches):  # type: ignore[no-untyped-def]
+        token_ids.tolist()
+        return forward(token_ids, meta, caches)
+
+    runner.model.forward = reads  # type: ignore[method-assign]
+    assert Driver(runner).generate(0, PROMPTS[0], GREEDY, 6) == solo(PROMPTS[0], GREEDY, 6)
+    captured = runner.graphs._captured.items()
+    assert all(each.graph is None for shape, each in captured if not isinstance(shape, DrawShape))
+    assert torch.isfinite(torch.randn(8, device="cuda")).all()

@@ -106,6 +106,25 @@ def test_add_rms_norm_updates_the_residual(triton_ops, torch_ops, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (5, 4096), (1, 5120), (9, 80)])
+def test_layer_norm_equals_its_twin(triton_ops, torch_ops, dtype, shape):
+    x, weight, bias = randn(*shape, dtype=dtype) + 3, randn(shape[-1], dtype=dtype), randn(shape[-1], dtype=dtype)
+    wanted = torch_ops.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)
+    assert_near(triton_ops.layer_norm(x, weight, bias, 1e-5), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_layer_norm_updates_the_residual(triton_ops, torch_ops, dtype):
+    x, residual = randn(4, 1000, dtype=dtype), randn(4, 1000, dtype=dtype)
+    weight, bias = randn(1000, dtype=dtype), randn(1000, dtype=dtype)
+    twin_residual = residual.clone()
+    wanted = torch_ops.add_layer_norm_(x, twin_residual, weight, bias, 1e-6)
+    found = triton_ops.add_layer_norm_(x, residual, weight, bias, 1e-6)
+    assert torch.equal(residual, twin_residual)
+    assert_near(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_gated_mlp_equals_its_twin(triton_ops, torch_ops, dtype, activation):
     x = randn(3, 2 * 1100, dtype=dtype, scale=3.0)
@@ -195,21 +214,23 @@ OPTIONS = {
     "top_k": dict(top_k=[1, 5, 1000000, 40, 3]),
     "top_p": dict(top_p=[0.1, 0.9, 1.0, 0.5, 0.01]),
     "min_p": dict(min_p=[0.1, 0.0, 0.9, 0.5, 0.01]),
+    "wide": dict(top_k=[600, 3000, 40, 2500, 513], top_p=[0.9, 0.99, 0.9, 0.5, 1.0]),
     "all": dict(top_k=[20, 5, 7, 40, 300], top_p=[0.9, 0.9, 1.0, 0.5, 0.7], min_p=[0.0, 0.0, 0.2, 0.01, 0.01]),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [61, 5000])
+@pytest.mark.parametrize("vocab", [61, 5000] if DEVICE == "cpu" else [61, 5000, 60_000])
+@pytest.mark.parametrize("scale", [2.0, 0.1])  # flat logits have more kept words than the kernel's candidates
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_draws_equal_the_twins(triton_ops, torch_ops, vocab, options, dtype):
+def test_draws_equal_the_twins(triton_ops, torch_ops, vocab, scale, options, dtype):
     types = dict(top_k=torch.int64, top_p=torch.float32, min_p=torch.float32)
     given = {name: torch.tensor(values, dtype=types[name], device=DEVICE) for name, values in options.items()}
     if "top_k" in given:
         given["top_k"].clamp_(max=vocab)
     temperature = torch.tensor([1.0, 0.7, 0.0, 2.0, 0.1], device=DEVICE)
     for _ in range(1 if DEVICE == "cpu" else 20):
-        logits = randn(5, vocab, scale=2.0, dtype=dtype)
+        logits = randn(5, vocab, scale=scale, dtype=dtype)
         rows = sampling_rows(5, temperature=temperature, **given)
         assert torch.equal(triton_ops.sample(logits, rows), torch_ops.sample(logits, rows))
 
@@ -230,8 +251,10 @@ def test_logits_that_are_not_finite_still_give_an_id(triton_ops):
     logits = torch.full((3, 100), float("nan"), device=DEVICE)
     logits[1] = float("-inf")
     logits[2, 7] = float("inf")
-    for greedy in (True, False):
-        tokens = triton_ops.sample(logits, sampling_rows(3, all_greedy=greedy))
+    limits = dict(top_p=torch.full((3,), 0.9, device=DEVICE), min_p=torch.full((3,), 0.1, device=DEVICE))
+    top_k = torch.full((3,), 5, dtype=torch.int64, device=DEVICE)
+    for options in (dict(all_greedy=True), {}, limits, dict(top_k=top_k), dict(top_k=top_k, **limits)):
+        tokens = triton_ops.sample(logits, sampling_rows(3, **options))
         assert ((tokens >= 0) & (tokens < 100)).all()
 
 
@@ -311,7 +334,46 @@ def test_gated_linear_equals_its_parts(torch_ops, dtype, num_tokens, activation,
     wanted = torch_ops.gated_mlp(torch.nn.functional.linear(x.float(), weight.float(), wide_bias), activation)
     tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
     if num_tokens <= MAX_TOKENS:
-        found = small_linear(x, weight, bias, activation, vector=vector, num_warps=4, num_stages=3, **tile)
+        found = small_linear(x, weight, bias, activation, gated=True, vector=vector, num_warps=4, num_stages=3, **tile)
         assert_near(found, wanted, dtype)
     if DEVICE == "cuda":
         assert_near(gated_linear(x, weight, bias, activation), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 8] if DEVICE == "cpu" else [1, 8, 40, 200])
+@pytest.mark.parametrize(("activation", "with_bias"), [("relu", True), ("gelu", True), ("gelu_tanh", False)])
+def test_an_activated_linear_equals_its_parts(dtype, num_tokens, activation, with_bias):
+    from aserve_kernels.linear import activate_
+    from aserve_kernels.triton.linear import linear, small_linear
+
+    x, weight = randn(num_tokens, 512, dtype=dtype), randn(300, 512, dtype=dtype, scale=512**-0.5)
+    bias = randn(300, dtype=dtype) if with_bias else None
+    wanted = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    wanted = activate_(wanted, activation)
+    assert_near(linear(x, weight, bias, activation), wanted, dtype)
+    for vector in (False, True) if num_tokens <= 8 and (dtype != torch.float32 or DEVICE == "cpu") else ():
+        tile = dict(BLOCK_N=4, BLOCK_K=256) if vector else dict(BLOCK_N=16, BLOCK_K=64)
+        found = small_linear(x, weight, bias, activation, vector=vector, num_warps=4, num_stages=3, **tile)
+        assert_near(found, wanted, dtype)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs the tensor memory accelerator")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [65, 128, 200, 256])
+@pytest.mark.parametrize(("outputs", "size"), [(1024, 2048), (300, 520), (20000, 1024)])
+@pytest.mark.parametrize(("activation", "with_bias"), [("silu", False), ("gelu", True)])
+def test_wide_linear_equals_its_parts(torch_ops, dtype, num_tokens, outputs, size, activation, with_bias):
+    from aserve_kernels.linear import activate_
+    from aserve_kernels.triton import wide
+    from aserve_kernels.triton.linear import gated_linear, linear
+
+    x, weight = randn(num_tokens, size, dtype=dtype), randn(outputs, size, dtype=dtype, scale=size**-0.5)
+    bias = randn(outputs, dtype=dtype) if with_bias else None
+    product = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    gated = torch_ops.gated_mlp(product, activation)
+    assert_near(linear(x, weight, bias), product, dtype)
+    assert_near(gated_linear(x, weight, bias, activation), gated, dtype)
+    tile = dict(tokens=64, outputs=32, depth=128, warps=4)
+    assert_near(wide.linear(x, weight, bias, activation, gated=True, **tile), gated, dtype)
+    assert_near(wide.linear(x, weight, bias, activation, **tile), activate_(product, activation), dtype)
