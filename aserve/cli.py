@@ -173,15 +173,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="seconds that open requests get after SIGTERM (default: %(default)s)",
     )
-    http.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: %(default)s)"
-    )
-    http.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="of the lines on stderr (default: %(default)s)"
-    )
-    http.add_argument(
-        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there (OTLP over HTTP; extra [otel])"
-    )
+    _add_log_flags(http)
     http.add_argument(
         "--app", metavar="pkg.module:create_app", help="your own create_app(engine) -> ASGI app, in place of aserve's"
     )
@@ -192,6 +184,18 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
+
+
+def _add_log_flags(http: argparse._ArgumentGroup) -> None:
+    http.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: %(default)s)"
+    )
+    http.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of the lines on stderr (default: %(default)s)"
+    )
+    http.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there (OTLP over HTTP; extra [otel])"
+    )
 
 
 def _add_stream_flags(http: argparse._ArgumentGroup) -> None:
