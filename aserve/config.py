@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aserve.errors import ConfigError
+from aserve.request import MAX_CHOICES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -16,7 +17,6 @@ ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 Device = Literal["auto", "cpu", "cuda"]
 Preemption = Literal["auto", "swap", "recompute"]
-MAX_N = 128  # choices that any request may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class EngineConfig:
     seed: int = 0  # of dummy weights; a request has its own, or 64 fresh random bits
     max_queue: int = 10_000  # waiting requests; one more is refused
     max_queue_per_tenant: int | None = None  # waiting requests of one API key or user; one more is refused
-    max_n: int = MAX_N
+    max_n: int = MAX_CHOICES
     num_threads: int | None = None  # CPU threads of the model; None is the cores this process may use
     depth: int | None = None  # steps in flight; None: 2 on CUDA, 1 on CPU
     step_timeout: float = 300.0  # seconds; a step that takes longer marks the engine dead
@@ -84,5 +84,5 @@ class EngineConfig:
             raise ConfigError(f"--swap-space must be 0 or more GiB, got {self.swap_space}", param="swap_space")
         if self.max_queue < 1:
             raise ConfigError(f"--max-queue must be at least 1, got {self.max_queue}", param="max_queue")
-        if not 1 <= self.max_n <= MAX_N:
-            raise ConfigError(f"--max-n must be 1 to {MAX_N}, got {self.max_n}", param="max_n")
+        if not 1 <= self.max_n <= MAX_CHOICES:
+            raise ConfigError(f"--max-n must be 1 to {MAX_CHOICES}, got {self.max_n}", param="max_n")
