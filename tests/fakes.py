@@ -89,6 +89,9 @@ class FakeRunner:
         self.slots: dict[int, SlotState] = {}
         self.plans: list[StepPlan] = []
         self.closed = False
+        self._num_doubtful = (
+            0  # plans that may be in flight already when a step fails: they read what it left unwritten
+        )
 
     # executors.Runner
 
@@ -102,6 +105,7 @@ class FakeRunner:
                 self.before_step(plan)
         except StepError:
             self._lose(plan)
+            self._num_doubtful = self.info.depth - 1
             raise
         for update in plan.slots:
             self.slots[update.slot] = SlotState(update)
@@ -113,7 +117,9 @@ class FakeRunner:
         self._copy(plan.swap_out, self.device, self.host)
         self._copy(plan.swap_in, self.host, self.device, check=True)
         self._copy(plan.copies, self.device, self.device, check=True)
-        return self._compute(plan)
+        result = self._compute(plan)
+        self._num_doubtful -= 1
+        return result
 
     def wait(self, handle: object) -> StepResult:
         assert isinstance(handle, StepResult)
@@ -241,6 +247,9 @@ class FakeRunner:
         for position in range(start):
             cell = self.device[self._block(slot, position)][position % size]
             if cell is None or cell.position != position or cell.chain != hash((chain, cell.token)):
+                if self._num_doubtful > 0:
+                    state.lost = True
+                    return [0] * (start + len(tokens))
                 raise KVError(f"slot {slot} reads {cell} at position {position}, chain {chain}")
             chain = cell.chain
             context.append(cell.token)
