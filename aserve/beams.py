@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from aserve.errors import InvalidRequestError
 from aserve.plan import TokenLogprobs
-from aserve.request import EarlyStopping, FinishReason
+from aserve.request import EarlyStopping, FinishReason, Request
 
 MAX_RANKED = 4096  # candidates ranked in one step: about two milliseconds
 
@@ -90,6 +90,21 @@ class BeamSearch:
         self._num_logprobs = num_logprobs
         self.live = [LiveBeam((), 0.0, watch=watch)]
         self._ended: list[Beam] = []  # best first
+
+    @classmethod
+    def of(cls, request: Request, watch: Watch | None = None) -> Self:
+        """The search that a request asks for. Raises InvalidRequestError where it is too wide."""
+        params = request.params
+        return cls(
+            params.num_sequences,
+            request.max_tokens,
+            (*request.end_token_ids, *params.stop_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            min_tokens=params.min_tokens,
+            num_logprobs=params.logprobs,
+            watch=watch,
+        )
 
     def step(self, best: Items[Items[tuple[int, float]]]) -> bool:
         """Extends the live beams by (token, logprob) pairs. False where the search is over."""

@@ -117,16 +117,7 @@ class Intake:
         watch = None
         if params.stop and detokenizer is not None:
             watch = StopWatch(detokenizer, StopFinder(params.stop), params.min_tokens)
-        return BeamSearch(
-            params.num_sequences,
-            request.max_tokens,
-            (*request.end_token_ids, *params.stop_token_ids),
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            min_tokens=params.min_tokens,
-            num_logprobs=params.logprobs,
-            watch=watch,
-        )
+        return BeamSearch.of(request, watch)
 
     def detokenizer(self, request: Request) -> Detokenizer | None:
         """A fresh one for one of its outputs; None where the engine has no tokenizer."""

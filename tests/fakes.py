@@ -165,16 +165,7 @@ class FakeRunner:
 
     def solo_beams(self, request: Request) -> list[Beam]:
         """The beams of a request that runs alone, without stop strings."""
-        params = request.params
-        search = BeamSearch(
-            params.num_sequences,
-            request.max_tokens,
-            (*request.end_token_ids, *params.stop_token_ids),
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            min_tokens=params.min_tokens,
-            num_logprobs=params.logprobs,
-        )
+        search = BeamSearch.of(request)
         prompt = list(request.prompt)
         while search.step([self.best([*prompt, *beam.tokens], search.num_asked) for beam in search.live]):
             pass
@@ -358,13 +349,5 @@ def make_request(
     )
     request.sequences = [Sequence(request, index) for index in range(params.num_sequences)]
     if params.use_beam_search:
-        request.beams = BeamSearch(
-            params.num_sequences,
-            limit,
-            (*request.end_token_ids, *params.stop_token_ids),
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            min_tokens=params.min_tokens,
-            num_logprobs=params.logprobs,
-        )
+        request.beams = BeamSearch.of(request)
     return request
