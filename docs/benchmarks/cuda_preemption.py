@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import load_rate
+
 from aserve.config import EngineConfig
 from aserve.executors import Runner
 from aserve.loading import _make_runner, find
@@ -30,19 +32,7 @@ from aserve.plan import BlockCopy, BlockDelta, Chunk, SlotUpdate, StepPlan, Step
 from aserve.preemption import CostModel
 from aserve.request import SamplingParams
 
-SHAPE = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    rope_theta=500000.0,
-    dtype="bfloat16",
-)
+SHAPE = load_rate.SHAPE | {"num_hidden_layers": 32}
 RIGHT_SHARE = 0.9
 BACKGROUND = 256  # context of the sequences that decode besides
 ROUNDS = 15  # of copies out and in again
