@@ -37,12 +37,14 @@ class StructuredOutputs:
 
         It holds the GIL for a second where the vocabulary is large: a start should not wait for it, nor a stream.
         """
-        self._ahead = asyncio.get_running_loop().create_task(self._build_when(idle), name="aserve-grammar")
+        if self._grammars is not None:
+            waiting = self._build_when(self._grammars, idle)
+            self._ahead = asyncio.get_running_loop().create_task(waiting, name="aserve-grammar")
 
-    async def _build_when(self, idle: Callable[[], bool]) -> None:
+    async def _build_when(self, grammars: Grammars, idle: Callable[[], bool]) -> None:
         while True:
             await asyncio.sleep(IDLE_SECONDS)
-            if idle():
+            if grammars.built or idle():
                 break
         with contextlib.suppress(AserveError):  # a tokenizer that cannot: the first request that asks is told
             await self.build()

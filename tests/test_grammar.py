@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,8 +27,10 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(TOKENIZER)
+def grammars() -> Iterator[Grammars]:
+    grammars = Grammars(TOKENIZER)
+    yield grammars
+    grammars.close()
 
 
 def allowed(mask: Mask) -> set[int]:
