@@ -165,6 +165,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         *rows,
         ("output tokens/s", f"{report.throughput:,.0f}"),
         ("steps", f"{report.num_steps:,}"),
+        ("blocks in use, most", f"{report.most_blocks:,}"),
         ("preemptions: swap / recompute", f"{kinds['swap']} / {kinds['recompute']}"),
         ("preemptions: memory / fairness", f"{kinds['memory']} / {kinds['fairness']}"),
         ("preemptions per request, most", f"{report.preemptions_per_request:.2f}, {report.most_preemptions}"),

@@ -13,6 +13,7 @@ from typing import Any
 from aserve.errors import AserveError
 from aserve.request import Request
 from aserve.scheduler import Scheduler
+from aserve.simulation.bound import Served
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -86,6 +87,8 @@ class Report:
         self.num_preempted_sequences = 0
         self.most_preemptions = 0  # of one request
         self.num_unfinished = 0
+        self.most_blocks = 0  # of the device pool in use at once
+        self.served: list[Served] = []  # requests of one choice, so far as they came
         self.prefix_hits = 0.0  # share of prompt tokens
         self._live: dict[Request, None] = {}
 
@@ -115,6 +118,8 @@ class Report:
 
     def _count(self, request: Request, tenant: Tenant) -> None:
         tenant.take(request)
+        if request.first_token is not None and len(request.sequences) == 1:
+            self.served.append(Served(len(request.prompt), len(request.sequences[0].output)))
         if request.num_preemptions:
             self.num_preempted_sequences += len(request.sequences)
             self.most_preemptions = max(self.most_preemptions, request.num_preemptions)
@@ -164,6 +169,7 @@ class Report:
             "policy": self.policy,
             "seconds": self.seconds,
             "steps": self.num_steps,
+            "most_blocks": self.most_blocks,
             "outcomes": dict(self.outcomes),
             "refused": dict(self.refused),
             "unfinished": self.num_unfinished,

@@ -166,6 +166,7 @@ class Simulator:
             self._busy_until = max(self._busy_until, self.now) + result.timings.compute
             self._in_flight.append((result, self._busy_until))
             self.report.num_steps += 1
+            self.report.most_blocks = max(self.report.most_blocks, self.scheduler.blocks.num_used)
 
     def _arrive(self) -> None:
         while self._arrivals and self._arrivals[0].arrival <= self.now:
