@@ -1,8 +1,8 @@
 """A heap whose items can be taken out from the middle: waiting requests, deadlines, tenants.
 
-Used by policy.py and deadlines.py. Items whose keys come in order, as arrivals and timeouts do, queue up beside the heap
-at O(1) each; the others are O(log n), amortized. Removed entries stay until they surface or make up half of it all, so
-the memory is bounded by the items present.
+Used by policy.py and deadlines.py. Items whose keys come in order, as arrivals and timeouts do, queue up beside the
+heap at O(1) each; the others cost O(log n), amortized. Removed entries stay until they surface or make up half of it
+all, so the memory is bounded by the items present.
 """
 
 from __future__ import annotations
