@@ -246,6 +246,8 @@ class Pipeline:
                 deltas.append((output, delta))
             except Exception as error:
                 self._fail_request(sequence.request, error)
+                if reason is not None:  # no other event will end this choice
+                    deltas.append((output, Delta(sequence.index, "", (), "error", offset=output.num_tokens)))
         self._metrics.num_output_tokens += num_tokens
         for gap, count in gaps.items():
             self._metrics.inter_token.observe(gap, count)
@@ -290,6 +292,7 @@ class Pipeline:
         error = RequestFailedError(f"the engine failed this request: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self.cancel(request, "error", error)
+        request.error = request.error or error  # one whose last token this was is no longer the scheduler's to mark
 
     def _die(self, cause: BaseException) -> None:
         self.dead = cause.__cause__ if isinstance(cause, EngineDeadError) and cause.__cause__ else cause

@@ -477,22 +477,29 @@ async def test_logits_that_are_not_finite_end_one_request(depth: int) -> None:
         assert good.usage.completion_tokens == 20
 
 
-async def test_a_mistake_in_one_requests_text_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("where", ["push", "flush"])  # in the middle, and with the last token
+async def test_a_mistake_in_one_requests_text_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch, where: str, n: int
+) -> None:
     class Broken:
         def push(self, token_id: int) -> str:
-            raise KeyError(token_id)
+            return "" if where == "flush" else str({}[token_id])
 
         def flush(self) -> str:
-            return ""
+            return str({}["end"])
 
     runner = word_runner()
     async with serving(runner) as engine:
         good = await engine.submit(PROMPT, greedy(20))
         monkeypatch.setattr(TEXT, "detokenizer", lambda prompt, skip: Broken())
         with pytest.raises(RequestFailedError, match="KeyError"):
-            await engine.generate_text([400, 401], greedy(20))
+            async with engine.generate([400, 401], greedy(5, n=n)) as stream:
+                await stream.completions()
         (completion,) = await good.completions()
         assert list(completion.token_ids) == runner.solo(PROMPT, greedy(20))
+        await until_idle(engine)
+        assert (engine.metrics.outcomes["length"], engine.metrics.outcomes["error"]) == (1, 1)
 
 
 async def test_every_request_is_counted_once_under_one_outcome() -> None:
