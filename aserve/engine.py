@@ -106,6 +106,7 @@ class Engine:
             prompts=PromptEncoder(self.tokenizer, self.info.max_model_len, off_loop),
             structured=self._make_structured(),
             tokenizer=self.tokenizer,
+            off_loop=off_loop,
             end_token_ids=self.end_token_ids,
         )
         self._pipeline = Pipeline(

@@ -24,8 +24,8 @@ from aserve import (
     OverloadedError,
     RequestFailedError,
     RequestTooLargeError,
-    TooManyRequestsError,
     ToolCallDelta,
+    TooManyRequestsError,
 )
 from tests.engine_util import VIRTUAL
 
@@ -111,7 +111,9 @@ async def test_a_refusal_is_raised_as_its_own_error(status: int, error: type[Ase
         await anext(aiter(client(Script([b"<html>"]), status).complete("x")))
 
 
-@pytest.mark.parametrize(("status", "header", "seconds"), [(429, "7", 7.0), (503, "30", 30.0), (503, "Tue, 1 Dec", 1.0)])
+@pytest.mark.parametrize(
+    ("status", "header", "seconds"), [(429, "7", 7.0), (503, "30", 30.0), (503, "Tue, 1 Dec", 1.0)]
+)
 async def test_a_busy_server_says_when_to_try_again(status: int, header: str, seconds: float) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(status, json={"error": {"message": "busy"}}, headers={"Retry-After": header})

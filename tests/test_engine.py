@@ -312,6 +312,11 @@ async def test_long_text_is_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatch
             await stream.completions()
         assert names[0] == main
         assert names[1] != main
+        for size, inline in ((10, True), (200, False)):
+            names.clear()
+            stream = await engine.submit([300], greedy(1, bad_words=[f"{n}" + "a" * size for n in range(8)]))
+            await stream.completions()
+            assert (set(names) == {main}) is inline and len(names) == 16
 
 
 # ways to go away
