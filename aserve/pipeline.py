@@ -157,7 +157,10 @@ class Pipeline:
         for sequence in move.request.sequences:
             output = self._outputs.get(sequence)
             if output is not None:
-                output.box.tell(move.change)
+                try:
+                    output.box.tell(move.change)
+                except Exception as error:
+                    self._fail_request(move.request, error)
                 return
 
     async def _commit_next(self) -> list[Event]:
@@ -287,7 +290,7 @@ class Pipeline:
                 self.drained.set()
 
     def _fail_request(self, request: Request, cause: Exception) -> None:
-        """A mistake in turning one request's tokens into text must not harm the others."""
+        """A mistake in showing one request to its reader must not harm the others."""
         _log.error("request %s failed", request.key, exc_info=cause)
         error = RequestFailedError(f"the engine failed this request: {type(cause).__name__}: {cause}")
         error.__cause__ = cause

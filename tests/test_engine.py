@@ -507,6 +507,21 @@ async def test_a_mistake_in_one_requests_text_harms_no_other(
         assert (engine.metrics.outcomes["length"], engine.metrics.outcomes["error"]) == (1, 1)
 
 
+async def test_a_listener_that_raises_ends_its_own_request_alone(depth: int) -> None:
+    def raises(change: str) -> None:
+        raise KeyError(change)
+
+    runner = word_runner(depth=depth, num_gpu_blocks=10)
+    async with serving(runner) as engine:
+        first = await engine.submit(PROMPT, greedy(20))
+        second = await engine.submit([400, *PROMPT], greedy(20))
+        second.on_change(raises)
+        (completion,) = await first.completions()
+        assert list(completion.token_ids) == runner.solo(PROMPT, greedy(20))
+        with pytest.raises(RequestFailedError, match="preempted"):
+            await second.completions()
+
+
 async def test_every_request_is_counted_once_under_one_outcome() -> None:
     async with serving(word_runner(eos_chance=0.05), max_queue=100) as engine:
         finished = [await engine.submit([300 + i], greedy(5, ignore_eos=True)) for i in range(5)]
