@@ -64,7 +64,7 @@ LAYERS = (
     _layer(
         "async",
         "bad_words chat_template client engine grammar intake json_schema llm loading output pipeline prompts ranking"
-        " search stream structured tokenizer",
+        " search stream structured tokenizer tokenizer_files",
         "words pure executor",
         WEB | {"torch"},
     ),

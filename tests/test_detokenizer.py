@@ -21,7 +21,7 @@ from aserve.detokenizer import (
     table_style,
 )
 from aserve.models.files import resolve
-from aserve.tokenizer import _part, from_backend, load
+from aserve.tokenizer_files import _part, from_backend, load
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
