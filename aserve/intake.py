@@ -18,10 +18,11 @@ from aserve.admission import Limits, Load, admit
 from aserve.bad_words import free_of
 from aserve.beams import BeamSearch
 from aserve.constraint import Constraint
-from aserve.detokenizer import Detokenizer, StopFinder, StopWatch
+from aserve.detokenizer import Detokenizer
 from aserve.errors import InvalidRequestError
 from aserve.prompts import OffLoop, PromptEncoder
 from aserve.request import Request, SamplingParams, Sequence
+from aserve.stop_strings import StopFinder, StopWatch
 from aserve.stream import SlowReader
 from aserve.structured import StructuredOutputs
 from aserve.tokenizer import Tokenizer

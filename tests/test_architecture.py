@@ -52,7 +52,8 @@ LAYERS = (
     _layer(
         "pure",
         "admission batch beam_groups block_manager claims deadlines detokenizer forecast lazy_heap metrics policy"
-        " preemption prefix_cache quarantine residency results roster scheduler seat simulation.* steps waiting",
+        " preemption prefix_cache quarantine residency results roster scheduler seat simulation.* steps stop_strings"
+        " waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
