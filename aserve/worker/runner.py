@@ -307,6 +307,7 @@ class ModelRunner:
             self.state,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=max_model_len,
+            max_tokens=self.limits.max_num_batched_tokens,
         )
         if self.device.type == "cuda":
             graphs.warm()
