@@ -1,7 +1,7 @@
 """Which device blocks hold the KV of which token prefix.
 
 A block's name is a 128-bit hash chained over everything before it, so equal names mean equal KV. block_manager.py alone
-holds a PrefixCache; scheduler.py builds the HashChains. Nothing here counts references or moves data.
+holds a PrefixCache; residency.py builds the HashChains. Nothing here counts references or moves data.
 """
 
 from __future__ import annotations
