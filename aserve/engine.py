@@ -295,6 +295,8 @@ class Engine:
     def _stream(
         self, encode: Callable[[], Awaitable[Items[int]]], params: SamplingParams | None, options: RequestOptions
     ) -> Stream:
+        if unknown := options.keys() - RequestOptions.__annotations__:
+            raise TypeError(f"a request has no option {sorted(unknown)}; what to draw goes into SamplingParams")
         key = secrets.token_hex(16)
         box = Mailbox(
             asyncio.get_running_loop(),

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from aserve.chat_template import Message
 from aserve.errors import InvalidRequestError
-from aserve.tokenizer import Tokenizer
+from aserve.tokenizer import Tokenizer, too_long
 
 T = TypeVar("T")
 Prompt = str | Items[int]
@@ -47,6 +47,8 @@ class PromptEncoder:
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> Items[int]:
         """Ids of a text, or the ids given."""
         if not isinstance(prompt, str):
+            if len(prompt) > self._max_tokens:  # before its millions are looked at
+                raise too_long(len(prompt), self._max_tokens, exact=True)
             if set(map(type, prompt)) - {int}:  # bool, too, is no token id
                 raise InvalidRequestError("a prompt of token ids must hold integers only", param="prompt")
             return prompt
