@@ -82,7 +82,10 @@ class PromptEncoder:
             )
             return tokenizer.encode(text, False, max_tokens=self._max_tokens)
 
-        long = tokenizer.is_long(_num_chars(messages) + _num_chars(tools))
+        try:
+            long = tokenizer.is_long(_num_chars(messages) + _num_chars(tools))
+        except RecursionError:
+            raise InvalidRequestError("the messages are nested too deeply", param="messages") from None
         # a template of the caller's has to be compiled first, and may loop
         return await self._off_loop(call) if long or chat_template is not None else call()
 
