@@ -44,6 +44,7 @@ def find(config: EngineConfig) -> Model:
         load_format=config.load_format,
         need_tokenizer=not config.skip_tokenizer_init,
         allow_pickle=config.allow_pickle,
+        trust_remote_code=config.trust_remote_code,
         progress=_log.info,
     )
     if files.notice:

@@ -1,8 +1,9 @@
 """The default executor: the model on a thread of its own.
 
 One daemon thread owns the runner and everything it allocates; with more than one step in flight a second thread
-waits for results, so that the first may launch ahead. engine.py starts and stops it, pipeline.py submits, both on the event
-loop; results come back with one callback per step. The loop is never blocked, and a thread that hangs is left behind, never killed.
+waits for results, so that the first may launch ahead. engine.py starts and stops it, pipeline.py submits; results come
+back to the event loop with one callback per step. The loop is never blocked, and a thread that hangs is left behind,
+never killed.
 """
 
 from __future__ import annotations
