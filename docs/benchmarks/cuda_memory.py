@@ -140,7 +140,7 @@ class Clients:
         params = SamplingParams(
             temperature=draw.choice([0.0, 1.0]),
             top_p=draw.choice([1.0, 0.9]),
-            max_tokens=draw.randint(256, 2048) if self.preempt else 256,
+            max_tokens=draw.randint(256, 1024) if self.preempt else 256,
             ignore_eos=True,
         )
         return prompt, params
