@@ -91,7 +91,7 @@ class Driver:
         plan, result = self.in_flight.popleft()
         if isinstance(result, StepError):
             error = RequestFailedError(str(result))
-            events = self.scheduler.fail(plan.number, result.slots, error, self.now)
+            events = self.scheduler.fail(plan.number, result.slots, error)
         else:
             events = self.scheduler.commit(result, self.now)
         self.take(events)
