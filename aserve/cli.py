@@ -62,13 +62,16 @@ _METAVARS = {"tokenizer": "PATH", "chat_template": "FILE|NAME"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses and runs; the exit code. A ConfigError is one line on stderr and 2."""
+    """Parses and runs; the exit code. An error of ours is one line on stderr: 2 for a wrong option, else 1."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except ConfigError as error:
+    except AserveError as error:
         print(f"aserve: error: {error.message}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:  # what ran has been cancelled and stopped by now
+        print(file=sys.stderr)
+        return 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -298,16 +301,7 @@ def _generate(args: argparse.Namespace) -> int:
     config = engine_config(args)
     logging.basicConfig(level="WARNING", format="%(message)s")
     logging.getLogger("aserve").setLevel("INFO" if config.model is None else "WARNING")  # the demo model's notice
-    try:
-        asyncio.run(_generate_async(args, config, prompt))
-    except KeyboardInterrupt:  # the stream is cancelled and the engine stopped by now
-        print(file=sys.stderr)
-        return 130
-    except ConfigError:
-        raise
-    except AserveError as error:
-        print(f"aserve: error: {error.message}", file=sys.stderr)
-        return 1
+    asyncio.run(_generate_async(args, config, prompt))
     return 0
 
 

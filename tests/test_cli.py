@@ -137,6 +137,7 @@ def test_keys_come_from_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ["serve", "/nonexistent", "--port", "0"],
         ["generate", "a", "b", "c"],
         ["generate", "/nonexistent", "hello"],
+        ["bench", "latency", "--model", "/nonexistent"],
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
