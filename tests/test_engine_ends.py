@@ -1,4 +1,4 @@
-"""How an engine's requests end before their time, by their reader, a deadline or a failure; one and two steps in flight."""
+"""How an engine's requests end early: by their reader, a deadline, a failure; with one and two steps in flight."""
 
 from __future__ import annotations
 
