@@ -10,8 +10,6 @@ from aserve.plan import StepPlan, StepResult
 from tests.driver import Driver, fail_once, greedy, prompt, sampled
 from tests.fakes import make_request
 
-# failures
-
 
 def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
     driver = Driver()
