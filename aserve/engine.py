@@ -29,6 +29,7 @@ from aserve.metrics import EngineStats, Metrics
 from aserve.output import outputs_of
 from aserve.pipeline import Pipeline, dead_error
 from aserve.plan import WorkerInfo
+from aserve.policy import load_policy
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams
 from aserve.scheduler import Scheduler
@@ -83,6 +84,7 @@ class Engine:
         self._started = True
         self._loop = asyncio.get_running_loop()
         off_loop = OffLoop()
+        load_policy(self.config.policy)  # a mistake in its name is worth no minutes of loading
         if self._executor is None:
             self._model = await off_loop(partial(loading.find, self.config))
             self._executor = await off_loop(partial(loading.make_executor, self._model, self.config))
@@ -295,6 +297,8 @@ class Engine:
     def _stream(
         self, encode: Callable[[], Awaitable[Items[int]]], params: SamplingParams | None, options: RequestOptions
     ) -> Stream:
+        if unknown := options.keys() - RequestOptions.__annotations__:
+            raise TypeError(f"a request has no option {sorted(unknown)}; what to draw goes into SamplingParams")
         key = secrets.token_hex(16)
         box = Mailbox(
             asyncio.get_running_loop(),

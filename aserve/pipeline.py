@@ -179,7 +179,7 @@ class Pipeline:
             if error.memory:
                 self._scheduler.shed()
                 _log.warning("steps compute at most %d tokens from now on", self._scheduler.max_num_batched_tokens)
-            return self._scheduler.fail(plan.number, error.slots, failure, self._clock())
+            return self._scheduler.fail(plan.number, error.slots, failure)
         num_draws = len(plan.decodes) + sum([len(chunk.draws) for chunk in plan.chunks])
         if len(step.tokens) != num_draws:
             raise EngineDeadError(f"step {plan.number} drew {len(step.tokens)} tokens where {num_draws} were due")

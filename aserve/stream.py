@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from aserve.beams import Beam
-from aserve.errors import AserveError, InvalidRequestError
+from aserve.errors import AserveError, DeadlineError, InvalidRequestError
 from aserve.request import Change, Completion, Delta, Request, Timeline, Usage
 
 SlowReader = Literal["coalesce", "pause", "cancel"]  # what happens to a request whose reader is behind
@@ -248,10 +248,19 @@ class Stream:
         ]
 
     async def text(self) -> str:
-        """Reads to the end; the text of the only choice. Raises InvalidRequestError where n > 1."""
+        """Reads to the end; the text of the only choice.
+
+        Raises InvalidRequestError where n > 1, and DeadlineError where that cut it: iteration and `completions` give
+        what there is.
+        """
         if self.n != 1:
             raise InvalidRequestError(f"text() needs n = 1, this stream has n = {self.n}", param="n")
-        return "".join([delta.text async for delta in self])
+        text = ""
+        async for delta in self:
+            text += delta.text
+            if delta.finish_reason == "deadline":
+                raise DeadlineError("the request's deadline passed before its text was whole")
+        return text
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -144,16 +144,20 @@ def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path), load_format="gguf")
 
 
-def test_a_hub_id_is_downloaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_hub_id_is_downloaded_with_what_was_allowed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append(name)
+        asked[name] = set(allow_patterns)
         return str(directory)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     files = resolve("someone/something")
-    assert (files.name, files.directory, asked) == ("someone/something", directory, ["someone/something"])
+    assert (files.name, files.directory, list(asked)) == ("someone/something", directory, ["someone/something"])
+    resolve("someone/pickled", allow_pickle=True)
+    assert asked["someone/pickled"] - asked["someone/something"] == {"*.bin"}
+    resolve("someone/programs", trust_remote_code=True)
+    assert asked["someone/programs"] - asked["someone/something"] == {"*.py"}
 
 
 def test_a_hub_id_without_a_network_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,25 @@ def test_a_failing_model_fails_the_step_and_the_runner_goes_on(monkeypatch: pyte
     assert driver.generate(0, PROMPTS[0], GREEDY, 3) == solo(PROMPTS[0], GREEDY, 3)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_step_that_finds_no_memory_says_so(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(hidden: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    driver = Driver(make_runner())
+    update, _ = driver.start(0, 2, GREEDY)
+    monkeypatch.setattr(driver.runner.model, "logits", fail)
+    with pytest.raises(StepError) as caught:
+        driver.runner.launch(driver.plan(chunks=(Chunk(0, 0, (1, 2), (0,)),), slots=(update,)))
+    assert caught.value.memory
+
+
 def test_a_plan_that_only_swaps_draws_nothing() -> None:
     driver = Driver(make_runner(swap_space=0.01))
     result = driver.run(swap_out=(BlockCopy(3, 0),))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from aserve.errors import InvalidRequestError, RequestFailedError
+from aserve.errors import DeadlineError, InvalidRequestError, RequestFailedError
 from aserve.request import Delta, FinishReason, Request
 from aserve.stream import Mailbox, Stream
 from tests.fakes import make_request
@@ -39,6 +39,19 @@ class Side:
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def test_a_text_that_a_deadline_cut_does_not_look_whole() -> None:
+    for reason in ("length", "deadline"):
+        side = Side()
+        side.push("one")
+        side.push(" two", reason=reason)
+        side.box.end()
+        if reason == "length":
+            assert await side.stream().text() == "one two"
+        else:
+            with pytest.raises(DeadlineError, match="whole"):
+                await side.stream().text()
 
 
 async def test_a_reader_that_keeps_up_gets_each_delta() -> None:

@@ -19,7 +19,7 @@ from aserve.models.cache import ConversionCache, Progress, default_cache_dir
 _DEMO_NAME = "gemma-3-270m"
 _DEMO_NOTICE = "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ def resolve(
     load_format: LoadFormat = "auto",
     need_tokenizer: bool = True,
     allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> ModelFiles:
@@ -70,7 +71,8 @@ def resolve(
     elif (path := Path(model)).is_dir():
         files = _directory(path, path.resolve().name, load_format, allow_pickle)
     else:
-        files = _directory(_from_hub(model, report, allow_pickle), model, load_format, allow_pickle)
+        patterns = [*_HUB_PATTERNS, *(["*.bin"] if allow_pickle else []), *(["*.py"] if trust_remote_code else [])]
+        files = _directory(_from_hub(model, report, patterns), model, load_format, allow_pickle)
     if tokenizer is not None:
         files = replace(files, tokenizer=_given_tokenizer(tokenizer))
     if files.tokenizer is None and need_tokenizer:
@@ -204,7 +206,7 @@ def _check_whole(shard: Path) -> None:
         raise ConfigError(f"{shard} is cut short: {size} of {8 + length + end} bytes: copy it again", param="model")
 
 
-def _from_hub(model: str, report: Progress, allow_pickle: bool) -> Path:
+def _from_hub(model: str, report: Progress, patterns: list[str]) -> Path:
     looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     if not looks_like_id:
         raise ConfigError(f"there is no directory {model}", param="model")
@@ -212,7 +214,6 @@ def _from_hub(model: str, report: Progress, allow_pickle: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = [*_HUB_PATTERNS, "*.bin"] if allow_pickle else _HUB_PATTERNS
         directory = snapshot_download(model, allow_patterns=patterns)  # nosec B615 # whose model, the user says
         return Path(directory)
     except Exception as error:  # a dozen types: network, HTTP, validation, gated, missing

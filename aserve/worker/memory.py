@@ -142,11 +142,10 @@ def stage(doing: str, options: str) -> Iterator[None]:
     """Turns running out of memory within into a ConfigError that names what was done and the `options` to change."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        # torch's host allocator and the CUDA driver have no type of their own for it
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not _OUT_OF_MEMORY.search(reason):
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
             raise
+        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"out of memory while {doing} ({reason}): {options}", param="memory") from error
 
 
@@ -179,6 +178,13 @@ def run_largest_step(model: Model, limits: Limits, config: EngineConfig, device:
     logits = model.logits(hidden[: limits.max_num_seqs]).float()
     logits.softmax(dim=-1)
     torch.cuda.synchronize(device)
+
+
+def ran_out(error: Exception) -> bool:
+    """True where memory was short. torch's host allocator and the CUDA driver have no type of their own for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def cuda_available_bytes(config: EngineConfig, device: torch.device) -> int:

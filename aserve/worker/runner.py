@@ -133,13 +133,13 @@ class ModelRunner:
             raise
         except Exception as error:
             self.state.reset()
-            memory = isinstance(error, torch.cuda.OutOfMemoryError)
-            if memory:
+            short = memory.ran_out(error)
+            if self.device.type == "cuda":
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._lost = True  # a CUDA fault poisons the context: the worker cannot go on
+                    raise
                 torch.cuda.empty_cache()
-            elif self.device.type == "cuda":
-                self._lost = True
-                raise  # a CUDA fault poisons the context: the worker cannot go on
-            raise StepError(f"step {plan.number} failed: {error}", memory=memory) from error
+            raise StepError(f"step {plan.number} failed: {error}", memory=short) from error
 
     def wait(self, handle: object) -> StepResult:
         """The step's draws, once they are on the host. Waiting releases the GIL."""

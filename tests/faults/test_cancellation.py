@@ -80,7 +80,7 @@ async def interrupted(scenario: Scenario, depth: int, at: int | None, act: Calla
         assert await neighbour == "abc" * 20
         await until_idle(world.engine)
         await settle()
-        assert asyncio.all_tasks() == mine
+        assert asyncio.all_tasks() <= mine  # the wait for an idle moment may be over
         world.engine._scheduler.check_invariants()
         assert world.engine._scheduler.num_unfinished == world.engine.stats().num_blocks_used == 0
         assert not world.engine._pipeline._outputs  # type: ignore[union-attr]
