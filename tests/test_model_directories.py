@@ -131,7 +131,7 @@ def lose_the_tokenizer(path: Path) -> None:
 
 
 HARMS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "architecture": (change_config(architectures=["MambaForCausalLM"]), "is a MambaForCausalLM, which neither"),
+    "architecture": (change_config(architectures=["T5Model"]), "is a T5Model, which neither"),
     "shape": (change_config(hidden_size=52), "by its config.json"),
     "missing shard": (lose_a_shard, "is missing from"),
     "truncated shard": (truncate, "is cut short"),

@@ -82,6 +82,15 @@ def _attend(
 
 
 @triton.jit
+def _with_sink(acc, total, maximum, sink):
+    """What _attend returns, with one more position of score `sink` [BLOCK_M] whose value is zero."""
+    sink = sink.to(tl.float32) * LOG2E
+    new_maximum = tl.maximum(maximum, sink)
+    rescale = tl.exp2(maximum - new_maximum)
+    return acc * rescale[:, None], total * rescale + tl.exp2(sink - new_maximum), new_maximum
+
+
+@triton.jit
 def _combine(
     partial_ptr,
     lse_ptr,
@@ -122,6 +131,7 @@ def _decode_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    sinks_ptr,
     table_ptr,
     seq_lens_ptr,
     partial_ptr,
@@ -140,6 +150,7 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -197,6 +208,9 @@ def _decode_kernel(
         SOFTCAP,
         PRECISION,
     )
+    if SINKS and split == 0:  # one of the splits counts it for all
+        sink = tl.load(sinks_ptr + kv_head * GROUP + m, mask=m < GROUP, other=0.0)
+        acc, total, maximum = _with_sink(acc, total, maximum, sink)
     normal = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLITS == 1:  # noqa: SIM114  (decided while compiling)
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
@@ -222,6 +236,7 @@ def _chunk_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    sinks_ptr,
     table_ptr,
     seq_lens_ptr,
     query_starts_ptr,
@@ -239,6 +254,7 @@ def _chunk_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -277,7 +293,7 @@ def _chunk_kernel(
     start = 0
     if WINDOW:
         start = tl.maximum(before + tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
-    acc, total, _ = _attend(
+    acc, total, maximum = _attend(
         q,
         position,
         start,
@@ -299,6 +315,9 @@ def _chunk_kernel(
         SOFTCAP,
         PRECISION,
     )
+    if SINKS:
+        sink = tl.load(sinks_ptr + kv_head * GROUP + m % GROUP)
+        acc, total, maximum = _with_sink(acc, total, maximum, sink)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -326,7 +345,7 @@ def _arrival_counters(key_cache: Tensor, count: int) -> Tensor:
 
 
 def _common(
-    query: Tensor, key_cache: Tensor, window: int | None, softcap: float | None
+    query: Tensor, key_cache: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> tuple[int, dict[str, Any], tuple[int, float]]:
     """Group size, compile-time constants and the two scalars that both kernels take."""
     num_kv_heads, head_dim = key_cache.shape[2], key_cache.shape[3]
@@ -338,6 +357,7 @@ def _common(
         PAGE=key_cache.shape[1],
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         PRECISION="ieee",
         **overlapped(query.device),
     )
@@ -376,10 +396,11 @@ def decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Rows [0, meta.num_decodes): one query token each, written to out[:num_decodes]."""
     rows = meta.num_decodes
-    group, constants, scalars = _common(query, key_cache, window, softcap)
+    group, constants, scalars = _common(query, key_cache, window, softcap, sinks)
     num_kv_heads, head_dim = constants["NUM_KV_HEADS"], constants["D"]
     min_split = _min_split(rows * num_kv_heads)
     span = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
@@ -394,6 +415,7 @@ def decode_attention(
         query,
         key_cache,
         value_cache,
+        out if sinks is None else sinks.contiguous(),
         meta.block_tables,
         meta.seq_lens,
         partial,
@@ -419,12 +441,13 @@ def chunk_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     *,
     first_row: int,
 ) -> None:
     """Rows [first_row, R), any number of query tokens each; query and out hold all T tokens."""
     num_rows = meta.seq_lens.shape[0] - first_row
-    group, constants, scalars = _common(query, key_cache, window, softcap)
+    group, constants, scalars = _common(query, key_cache, window, softcap, sinks)
     tile = _chunk_tile(query.dtype, constants["BLOCK_D"])
     block_m = tile["BLOCK_M"]
     tiles = query.shape[0] * group // block_m + num_rows  # rows before first_row may be missing
@@ -433,6 +456,7 @@ def chunk_attention(
         query,
         key_cache,
         value_cache,
+        out if sinks is None else sinks.contiguous(),
         meta.block_tables[first_row:],
         meta.seq_lens[first_row:],
         meta.query_starts[first_row:],
@@ -453,13 +477,16 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See ops.Kernels."""
     assert key_cache.is_contiguous() and value_cache.is_contiguous()
     query = query.contiguous()
     out = torch.empty_like(query)
     if meta.num_decodes:
-        decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
+        decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap, sinks)
     if meta.seq_lens.shape[0] > meta.num_decodes:
-        chunk_attention(out, query, key_cache, value_cache, meta, scale, window, softcap, first_row=meta.num_decodes)
+        chunk_attention(
+            out, query, key_cache, value_cache, meta, scale, window, softcap, sinks, first_row=meta.num_decodes
+        )
     return out.view(query.shape[0], -1)
