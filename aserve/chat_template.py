@@ -1,8 +1,8 @@
 """Chat messages to prompt text, by the model's own Jinja template.
 
 Called by tokenizer.py. Renders as transformers' `apply_chat_template` does: same sandbox, whitespace rules, filters,
-globals and `generation` tag. Never tokenizes; never lets a template reach anything but plain data. Blocking: the
-engine renders long conversations off the loop.
+globals and `generation` tag. Never tokenizes; never lets a template reach anything but plain data. Blocking:
+prompts.py renders long conversations off the loop.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aserve import chat_template, tokenizer
+from aserve import chat_template, tokenizer_files
 from aserve.config import EngineConfig
 from aserve.executors import Executor, Runner
 from aserve.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def find(config: EngineConfig) -> Model:
         files.name,
         files,
         {name: value for name, value in recommended.items() if value is not None},
-        tuple(tokenizer.end_ids(files.generation_config, files.config)),
+        tuple(tokenizer_files.end_ids(files.generation_config, files.config)),
     )
 
 
@@ -65,7 +65,7 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
     own = files.chat_template
     if own is None and config.model is None:  # the demo model has none
         own = chat_template.BUILTIN["plain"]
-    loaded = tokenizer.load(
+    loaded = tokenizer_files.load(
         files.tokenizer,
         generation_config=files.generation_config,
         config=files.config,

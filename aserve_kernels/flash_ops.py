@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aserve_kernels import triton_ops
 from aserve_kernels.ops import AttentionMeta
-from aserve_kernels.triton.attention import decode_attention
+from aserve_kernels.triton.split_kv import decode_attention
 from aserve_kernels.triton_ops import (
     add_layer_norm_,
     add_rms_norm_,

@@ -14,7 +14,8 @@ from aserve.engine import Engine
 from aserve.executors import Runner, StepError
 from aserve.plan import StepPlan, StepResult, WorkerInfo
 from aserve.request import SamplingParams
-from aserve.tokenizer import Tokenizer, from_backend
+from aserve.tokenizer import Tokenizer
+from aserve.tokenizer_files import from_backend
 from tests.fakes import FakeRunner
 
 EOS = 2

@@ -52,7 +52,8 @@ LAYERS = (
     _layer(
         "pure",
         "admission batch beam_groups block_manager claims deadlines detokenizer forecast lazy_heap metrics policy"
-        " preemption prefix_cache quarantine residency results roster scheduler seat simulation.* steps waiting",
+        " preemption prefix_cache quarantine residency results roster scheduler seat simulation.* steps stop_strings"
+        " waiting",
         "words",
         EVENT_LOOP | CLOCKS | {"torch", "transformers", "threading"},
     ),
@@ -64,7 +65,7 @@ LAYERS = (
     _layer(
         "async",
         "bad_words chat_template client engine grammar intake json_schema llm loading output pipeline prompts ranking"
-        " search stream structured tokenizer",
+        " search stream structured tokenizer tokenizer_files",
         "words pure executor",
         WEB | {"torch"},
     ),

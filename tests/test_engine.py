@@ -312,6 +312,11 @@ async def test_long_text_is_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatch
             await stream.completions()
         assert names[0] == main
         assert names[1] != main
+        for size, inline in ((10, True), (200, False)):
+            names.clear()
+            stream = await engine.submit([300], greedy(1, bad_words=[f"{n}" + "a" * size for n in range(8)]))
+            await stream.completions()
+            assert (set(names) == {main}) is inline and len(names) == 16
 
 
 # ways to go away
@@ -477,22 +482,44 @@ async def test_logits_that_are_not_finite_end_one_request(depth: int) -> None:
         assert good.usage.completion_tokens == 20
 
 
-async def test_a_mistake_in_one_requests_text_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("where", ["push", "flush"])  # in the middle, and with the last token
+async def test_a_mistake_in_one_requests_text_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch, where: str, n: int
+) -> None:
     class Broken:
         def push(self, token_id: int) -> str:
-            raise KeyError(token_id)
+            return "" if where == "flush" else str({}[token_id])
 
         def flush(self) -> str:
-            return ""
+            return str({}["end"])
 
     runner = word_runner()
     async with serving(runner) as engine:
         good = await engine.submit(PROMPT, greedy(20))
         monkeypatch.setattr(TEXT, "detokenizer", lambda prompt, skip: Broken())
         with pytest.raises(RequestFailedError, match="KeyError"):
-            await engine.generate_text([400, 401], greedy(20))
+            async with engine.generate([400, 401], greedy(5, n=n)) as stream:
+                await stream.completions()
         (completion,) = await good.completions()
         assert list(completion.token_ids) == runner.solo(PROMPT, greedy(20))
+        await until_idle(engine)
+        assert (engine.metrics.outcomes["length"], engine.metrics.outcomes["error"]) == (1, 1)
+
+
+async def test_a_listener_that_raises_ends_its_own_request_alone(depth: int) -> None:
+    def raises(change: str) -> None:
+        raise KeyError(change)
+
+    runner = word_runner(depth=depth, num_gpu_blocks=10)
+    async with serving(runner) as engine:
+        first = await engine.submit(PROMPT, greedy(20))
+        second = await engine.submit([400, *PROMPT], greedy(20))
+        second.on_change(raises)
+        (completion,) = await first.completions()
+        assert list(completion.token_ids) == runner.solo(PROMPT, greedy(20))
+        with pytest.raises(RequestFailedError, match="preempted"):
+            await second.completions()
 
 
 async def test_every_request_is_counted_once_under_one_outcome() -> None:

@@ -39,4 +39,4 @@ def test_it_equals_a_sorted_list_and_keeps_no_garbage() -> None:
         head = heap.peek()
         assert len(heap) == len(keys) and (item in heap) == (item in keys)
         assert (head[0] if head else None) == min(keys.values(), default=None)
-        assert len(heap._entries) <= 2 * len(keys) + 17
+        assert len(heap._run) + len(heap._heap) <= 2 * len(keys) + 17

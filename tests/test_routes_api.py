@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from aserve import Tokenizer
-from aserve.tokenizer import load
+from aserve.tokenizer_files import load
 from routes.app import create_app
 from tests.asgi import Reply, call, get, post
 from tests.serving import LETTERS, VOCAB_SIZE, application, idle, joined, reasons, serving, write_tokenizer

@@ -152,7 +152,7 @@ async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) 
                 params = SamplingParams(
                     temperature=draw.choice([0.0, 1.0]),
                     top_p=draw.choice([1.0, 0.9]),
-                    max_tokens=draw.randint(256, 2048) if args.preempt else 256,
+                    max_tokens=draw.randint(256, 1024) if args.preempt else 256,
                     ignore_eos=True,
                 )
                 try:

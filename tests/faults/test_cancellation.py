@@ -141,7 +141,8 @@ NEVER = {  # they end without giving the loop its turn, or have no request to do
     "StructuredOutputs.constraints: async with asyncio.timeout(self._seconds):",
     "RequestLog.__call__: await self.app(scope, receive, send)",
     "ApiKeys.__call__: await self.app(scope, receive, send)",
-    "StructuredOutputs._build_when: await asyncio.sleep(IDLE_SECONDS)",
+    "StructuredOutputs._build_when: await asyncio.sleep(START_SECONDS)",
+    "StructuredOutputs._build_when: await idle.wait()",
     "StructuredOutputs._build_when: await self.build()",
 }
 
