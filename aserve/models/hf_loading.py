@@ -103,8 +103,8 @@ def _check_class(known: type[Any], name: str, config: Any) -> None:
     text = config.get_text_config(decoder=True)
     if strange := sorted({*(getattr(text, "layer_types", None) or ())} - _LAYER_TYPES):
         raise refusal(name, f"it has layers of type {strange[0]}")
-    replaceable = getattr(known, "_can_set_attn_implementation", None)
-    if replaceable is not None and not replaceable():
+    replaceable = getattr(known, "_can_set_attn_implementation", lambda: True)
+    if not getattr(known, "_supports_attention_backend", False) and not replaceable():
         raise refusal(name, "its attention is code of its own")
     if getattr(text, "attn_temperature_tuning", False):  # Llama 4's, which counts the positions of a batch
         raise refusal(name, "it scales attention by positions that it counts itself")
