@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from aserve import chat_template, tokenizer_files
 from aserve.config import EngineConfig
+from aserve.errors import ConfigError, InvalidRequestError
 from aserve.executors import Executor, Runner
+from aserve.request import SamplingParams
 from aserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,11 +50,16 @@ def find(config: EngineConfig) -> Model:
     )
     if files.notice:
         _log.info("%s", files.notice)
-    recommended = {name: files.generation_config[name] for name in _SAMPLING if name in files.generation_config}
+    stated = files.generation_config
+    recommended = {name: stated[name] for name in _SAMPLING if stated.get(name) is not None}
+    try:
+        SamplingParams(**recommended)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{files.directory / 'generation_config.json'}: {error.message}", param="model") from error
     return Model(
         files.name,
         files,
-        {name: value for name, value in recommended.items() if value is not None},
+        recommended,
         tuple(tokenizer_files.end_ids(files.generation_config, files.config)),
     )
 
@@ -73,8 +80,20 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
         fallback_template=own,
         trust_remote_code=config.trust_remote_code,
     )
+    _check_vocabulary(loaded, files.config)
     loaded.warm()
     return loaded
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a tokenizer of another model: a few tokens more than the model knows are common."""
+    section = config.get("text_config")
+    known = (section if isinstance(section, dict) else config).get("vocab_size")
+    if isinstance(known, int) and tokenizer.vocab_size > known + known // 100 + 256:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model knows {known}: it is another model's",
+            param="tokenizer",
+        )
 
 
 def make_executor(model: Model, config: EngineConfig) -> Executor:

@@ -15,10 +15,11 @@ from aserve.config import ModelImpl
 from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.decoder import Decoder
-from aserve.models.families import FAMILIES, architecture
+from aserve.models.families import FAMILIES, DecoderConfig, architecture
 from aserve.models.files import ModelFiles
 from aserve.models.gpt import GPT
 from aserve.models.gpt_families import GPT_FAMILIES
+from aserve.models.numbers import check_numbers
 from aserve.models.weights import CheckpointWeights, DummyWeights, Weights
 from aserve_kernels import Kernels
 
@@ -59,6 +60,7 @@ def load_model(
     its tables to the contexts that will be served; `model_impl` "auto" takes transformers' code for what has no
     decoder here, and with `trust_remote_code` the checkpoint's own for what transformers does not know.
     """
+    check_numbers(files.config)
     native = _is_native(files, model_impl, trust_remote_code)
     device = torch.device(device)
     dummy = load_format == "dummy" or files.load_format == "dummy"
@@ -74,6 +76,12 @@ def load_model(
             seed=seed,
             trust_remote_code=trust_remote_code,
         )
+    name = architecture(files.config)
+    try:
+        family = FAMILIES[name](files.config) if name in FAMILIES else GPT_FAMILIES[name](files.config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"config.json has no {name}'s numbers ({reason})", param="model") from error
     weights: Weights
     if dummy:
         weights = DummyWeights(device=device, dtype=dtype, seed=seed)
@@ -81,12 +89,11 @@ def load_model(
         pickled = files.load_format == "pickle"
         weights = CheckpointWeights(files.weights, device=device, dtype=dtype, pickled=pickled)
     model: Model
-    name = architecture(files.config)
     try:
-        if name in FAMILIES:
-            model = Decoder(FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
+        if isinstance(family, DecoderConfig):
+            model = Decoder(family, weights, kernels, max_positions=max_positions)
         else:
-            model = GPT(GPT_FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
+            model = GPT(family, weights, kernels, max_positions=max_positions)
         weights.finish()
     finally:
         weights.close()
