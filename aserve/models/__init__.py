@@ -52,7 +52,7 @@ def check_finite(logits: Tensor) -> None:
     """Raises ConfigError where a model has nothing to say."""
     if not logits.isfinite().all():
         raise ConfigError(
-            f"the model's logits are not finite: its weights hold NaN or infinity, or {logits.dtype} is too narrow for "
-            "them",
+            "the model's logits are not finite: its weights hold NaN or infinity, or are too large for "
+            f"{str(logits.dtype).removeprefix('torch.')}",
             param="model",
         )

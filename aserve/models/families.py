@@ -101,6 +101,10 @@ def required(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key)
     if value is None:
         raise ConfigError(f"config.json does not state {key!r}", param="model")
+    if isinstance(value, list):
+        raise ConfigError(
+            f"config.json has a list for {key!r}, one for each layer, which has no code here", param="model"
+        )
     return value
 
 

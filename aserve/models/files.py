@@ -14,6 +14,7 @@ from typing import Any, Literal
 from aserve.config import LoadFormat
 from aserve.errors import ConfigError
 from aserve.models.cache import ConversionCache, Progress, default_cache_dir
+from aserve.models.numbers import check_numbers
 from aserve.models.stored import read_header
 
 _DEMO_NAME = "gemma-3-270m"
@@ -101,6 +102,7 @@ def _directory(path: Path, name: str, load_format: LoadFormat, allow_pickle: boo
         if file := next(path.glob("*.gguf"), None):
             hint = f"to serve its {file.name}, name that file"
         raise ConfigError(f"{path} has no config.json: {hint}", param="model")
+    check_numbers(config)
     dummy = load_format == "dummy"
     weights = () if dummy else _weights(path, allow_pickle and load_format == "auto")
     pickled = any(file.suffix == ".bin" for file in weights)

@@ -6,7 +6,10 @@ user asked for it. Raises ConfigError, before weights are read where config.json
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +18,11 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aserve.errors import ConfigError
+from aserve.models.checkpoint import Checkpoint, dtype_of
 from aserve.models.families import architecture
 from aserve.models.files import ModelFiles
 from aserve.models.hf_attention import ATTENTION
-from aserve.models.weights import check_complete
+from aserve.models.weights import check_complete, wrong_shape
 from aserve_kernels.linear import PackedLinear, packs
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -76,14 +80,19 @@ def load_causal(
                 torch.manual_seed(seed)
                 causal = make(config, **options)
         else:
-            causal, info = known.from_pretrained(  # nosec B615 # a directory
-                files.directory,
-                config=config,
-                use_safetensors=files.load_format != "pickle",
-                local_files_only=True,
-                output_loading_info=True,
-                **options,
-            )
+            with _quiet():
+                _check_stored(files, known, config)
+                causal, info = known.from_pretrained(  # nosec B615 # a directory
+                    files.directory,
+                    config=config,
+                    use_safetensors=files.load_format != "pickle",
+                    local_files_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # told below, by name
+                    **options,
+                )
+            for tensor, stored, asked in info["mismatched_keys"]:
+                raise wrong_shape(tensor, tuple(stored), tuple(asked))
             check_complete(missing=info["missing_keys"], unused=info["unexpected_keys"])
     except ConfigError:
         raise
@@ -92,6 +101,42 @@ def load_causal(
     causal = causal.to(device).eval().requires_grad_(False)
     _pack_linears(causal)
     return causal
+
+
+def _check_stored(files: ModelFiles, known: type[Any], config: Any) -> None:
+    """Raises ConfigError for weights that are no floating-point numbers, which transformers would take as they are, and
+    for a model much larger than its files: it would draw the rest at random, and memory may not hold that."""
+    if files.load_format != "safetensors":
+        return
+    tensors = Checkpoint(files.weights).tensors
+    for name, stored in tensors.items():
+        if name.endswith("weight"):
+            dtype_of(name, stored)
+    if not hasattr(known, "_from_config"):
+        return
+    with torch.device("meta"):
+        asked = sum(parameter.numel() for parameter in known._from_config(config).parameters())
+    held = sum(math.prod(stored.shape) for stored in tensors.values())
+    if asked > 2 * held:
+        raise ConfigError(
+            f"config.json describes a model of {asked} numbers, and the checkpoint holds {held}", param="model"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, transformers reports nothing but its progress, and that only to a terminal."""
+    log, verbosity = transformers.logging, transformers.logging.get_verbosity()
+    shown = log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    if shown and not sys.stderr.isatty():
+        log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if shown:
+            log.enable_progress_bar()
 
 
 def _check_class(known: type[Any], name: str, config: Any) -> None:

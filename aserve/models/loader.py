@@ -19,7 +19,6 @@ from aserve.models.families import FAMILIES, DecoderConfig, architecture
 from aserve.models.files import ModelFiles
 from aserve.models.gpt import GPT
 from aserve.models.gpt_families import GPT_FAMILIES
-from aserve.models.numbers import check_numbers
 from aserve.models.weights import CheckpointWeights, DummyWeights, Weights
 from aserve_kernels import Kernels
 
@@ -60,7 +59,6 @@ def load_model(
     its tables to the contexts that will be served; `model_impl` "auto" takes transformers' code for what has no
     decoder here, and with `trust_remote_code` the checkpoint's own for what transformers does not know.
     """
-    check_numbers(files.config)
     native = _is_native(files, model_impl, trust_remote_code)
     device = torch.device(device)
     dummy = load_format == "dummy" or files.load_format == "dummy"

@@ -1,6 +1,6 @@
 """Whether config.json holds numbers that a model can have, before anything is built from them.
 
-loader.py asks, for every model, whoever's code runs it. What the numbers mean together, the families say. No torch.
+files.py asks, for every model, whoever's code runs it. What the numbers mean together, the families say. No torch.
 """
 
 from __future__ import annotations
@@ -30,32 +30,35 @@ _SIZES = (  # from 1 on
     "max_position_embeddings",
     "n_positions",
     "original_max_position_embeddings",
+)
+_COUNTS = (  # from 0 on
+    "sliding_window",
     "num_experts",
     "num_local_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "shared_expert_intermediate_size",
 )
 _LAYERS = ("num_hidden_layers", "n_layer")
 _MOST_LAYERS = 10_000
-_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta", "query_pre_attn_scalar")
+_POSITIVE = ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+_PER_LAYER = ("intermediate_size", "num_experts", "rope_theta", "sliding_window")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 _SECTIONS = ("text_config", "rope_scaling", "rope_parameters")
 
 
 def check_numbers(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first number of config.json, or of a section of it, that no model has."""
-    for key in _SIZES:
-        for value in _each(config.get(key)):
-            most = _MOST_LAYERS if key in _LAYERS else _LARGEST
-            if type(value) is not int or not 1 <= value <= most:
-                raise _wrong(key, value, f"a whole number from 1 to {most}")
-    for value in _each(config.get("sliding_window")):
-        if type(value) is not int or not 0 <= value <= _LARGEST:
-            raise _wrong("sliding_window", value, f"a whole number from 0 to {_LARGEST}")
-    for key in _POSITIVE:
-        for value in _each(config.get(key)):
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise _wrong(key, value, "a number above 0")
+    for key in (*_SIZES, *_COUNTS):
+        least, most = int(key in _SIZES), _MOST_LAYERS if key in _LAYERS else _LARGEST
+        for value in _each(config, key):
+            if type(value) is not int or not least <= value <= most:
+                raise _wrong(key, value, f"a whole number from {least} to {most}")
+    for key in (*_POSITIVE, *_EPSILONS):
+        for value in _each(config, key):
+            if type(value) not in (int, float) or not 0 <= value < math.inf or (key in _POSITIVE and value == 0):
+                raise _wrong(key, value, "a number from 0 on" if key in _EPSILONS else "a number above 0")
     for key in _FLAGS:
         if not isinstance(value := config.get(key), bool | None):
             raise _wrong(key, value, "true or false")
@@ -69,9 +72,10 @@ def check_numbers(config: Mapping[str, Any]) -> None:
         raise _wrong("num_key_value_heads", shared, f"a divisor of the {heads} attention heads")
 
 
-def _each(value: Any) -> list[Any]:
-    """A value, those of a list by layer, or none."""
-    if isinstance(value, list):
+def _each(config: Mapping[str, Any], key: str) -> list[Any]:
+    """The values of a key: none, one, or for some keys one per layer."""
+    value = config.get(key)
+    if isinstance(value, list) and key in _PER_LAYER:
         return value
     return [] if value is None else [value]
 

@@ -139,7 +139,7 @@ class CheckpointWeights:
         except RuntimeError:  # a shape that cannot be arranged so is no shape we asked for
             view = stored.new_empty(0)
         if tuple(view.shape) != shape:
-            raise _wrong_shape(name, tuple(stored.shape), shape)
+            raise wrong_shape(name, tuple(stored.shape), shape)
         return view
 
     def _found(self, name: str, shape: tuple[int, ...] | None = None) -> str:
@@ -152,7 +152,7 @@ class CheckpointWeights:
             check_complete(missing=[name])
         self._unused.discard(found)
         if shape is not None and tensors[found].shape != shape:
-            raise _wrong_shape(name, tensors[found].shape, shape)
+            raise wrong_shape(name, tensors[found].shape, shape)
         return found
 
 
@@ -176,7 +176,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(mmap.mmap(-1, size, _PRIVATE), dtype=dtype).view(shape)
 
 
-def _wrong_shape(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ConfigError:
+def wrong_shape(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ConfigError:
     return ConfigError(f"{name} has shape {stored} in the checkpoint and {shape} by its config.json", param="model")
 
 
