@@ -272,6 +272,41 @@ async def test_completions_are_whole_and_in_order() -> None:
     assert (second.index, second.text, second.token_ids) == (1, "xy", (1, 2))
 
 
+async def test_a_reader_of_the_whole_is_woken_once_and_never_late() -> None:
+    paced: list[bool] = []
+    side = Side()
+    side.box = Mailbox(
+        asyncio.get_running_loop(), side.cancelled.append, limit=8, pace=lambda box: paced.append(box.behind)
+    )
+    side.box.request = side.request
+    reading = asyncio.create_task(side.stream().text())
+    await settle()
+    looks: list[int] = []
+    for number in range(300):
+        side.push(chr(97 + number % 26))
+        await settle()
+        looks.append(len(side.box._deltas))  # it took nothing
+    assert looks[0] == 1
+    assert min(looks) >= 1
+    assert max(looks) < 100  # joined on the way
+    assert paced == []
+    side.push("!", reason="stop")
+    side.box.end()
+    assert await reading == "".join(chr(97 + number % 26) for number in range(300)) + "!"
+
+
+async def test_a_cancelled_reader_of_the_whole_cancels_its_request() -> None:
+    side = Side()
+    reading = asyncio.create_task(side.stream().completions())
+    await settle()
+    with pytest.raises(RuntimeError, match="another task"):
+        await side.stream().text()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert side.cancelled == [side.request]
+
+
 async def test_text_needs_one_choice() -> None:
     side = Side(n=2)
     with pytest.raises(InvalidRequestError, match="n = 2"):
