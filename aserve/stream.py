@@ -85,7 +85,7 @@ class Mailbox:
             self._pile_up()
 
     def _pile_up(self) -> None:
-        """The reader is late: what waits is joined, and counted against the limit. One that wants the whole is not late."""
+        """The reader is late, unless it wants the whole: what waits is joined, and counted against the limit."""
         self._deltas = join(self._deltas)
         if self._end_waiter is not None:
             return

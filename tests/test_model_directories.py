@@ -165,7 +165,6 @@ HARMS: dict[str, tuple[Callable[[Path], None], str]] = {
     "broken tokenizer": (write("tokenizer.json", "{}"), "cannot read the tokenizer"),
     "numbers": (change_config(num_attention_heads="four"), "'four' for 'num_attention_heads'"),
     "rotary numbers": (change_config(rope_parameters={"rope_type": "llama3"}), "does not state 'factor'"),
-    "sampling": (write("generation_config.json", '{"top_p": 7}'), "generation_config.json: top_p must be"),
     "end id": (write("generation_config.json", '{"eos_token_id": "x"}'), "'x' for 'eos_token_id'"),
     "NaN": (spoil, "logits are not finite"),
 }
