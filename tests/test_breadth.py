@@ -34,14 +34,15 @@ REFUSED: dict[str, str] = {
         qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2 zaya""",
     "code of its own": """
         big_bird bloom cpmant falcon git gpt_neo gpt_neox_japanese megatron-bert mpt mvp openai-gpt prophetnet reformer
-        rembert roformer rwkv trocr xglm xlm xlnet xlstm""",
+        rembert roformer rwkv trocr xglm xlm xlnet""",
     "outside of its base model": """
-        bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart whisper""",
+        bart blenderbot blenderbot-small marian mbart pegasus plbart whisper""",
     "logits differ|count positions": """
         camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""",
     "mask": "doge moshi",
     "counts itself": "llama4 llama4_text",
-    "layers attend": "mllama",
+    "layers attend": "mllama xlstm",
+    "is not causal": "bigbird_pegasus",
     "does not run": "blt",
 }
 UNMADE = {  # transformers makes no small one of these here
