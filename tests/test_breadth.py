@@ -35,8 +35,8 @@ REFUSED: dict[str, str] = {
     "code of its own": """
         big_bird bloom cpmant falcon git gpt_neo gpt_neox_japanese megatron-bert mpt mvp openai-gpt prophetnet reformer
         rembert roformer rwkv trocr xglm xlm xlnet""",
-    "outside of its base model": """
-        bart blenderbot blenderbot-small marian mbart pegasus plbart whisper""",
+    "counts positions itself": "bart blenderbot blenderbot-small marian mbart pegasus plbart",
+    "states no context": "whisper",
     "logits differ|count positions": """
         camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""",
     "mask": "doge moshi",

@@ -94,7 +94,7 @@ def load_causal(
             for tensor, stored, asked in info["mismatched_keys"]:
                 raise wrong_shape(tensor, tuple(stored), tuple(asked))
             check_complete(missing=info["missing_keys"], unused=info["unexpected_keys"])
-    except ConfigError:
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config or a checkpoint may be wrong in any way
         if isinstance(error, KeyError) and error.args == (ATTENTION,):  # looked up among the model's own kinds
