@@ -94,9 +94,11 @@ def load_causal(
             for tensor, stored, asked in info["mismatched_keys"]:
                 raise wrong_shape(tensor, tuple(stored), tuple(asked))
             check_complete(missing=info["missing_keys"], unused=info["unexpected_keys"])
-    except ConfigError:
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config or a checkpoint may be wrong in any way
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):  # looked up among the model's own kinds
+            raise refusal(architecture(files.config), "its attention is code of its own") from error
         raise ConfigError(f"transformers cannot load {files.directory}: {first_line(error)}", param="model") from error
     causal = causal.to(device).eval().requires_grad_(False)
     _pack_linears(causal)

@@ -23,10 +23,11 @@ import aserve_kernels
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
 from aserve.executors import StepError
-from aserve.models import Model, check_finite
+from aserve.models import Model
 from aserve.models.files import ModelFiles
 from aserve.plan import StepPlan, StepResult, StepTimings, WorkerInfo
 from aserve.worker import memory
+from aserve.worker.first_token import check_first_token
 from aserve.worker.inputs import SlotState
 from aserve.worker.kv_cache import KVPools, block_bytes
 from aserve.worker.prompt_logprobs import PromptLogprobs, PromptPart
@@ -87,7 +88,7 @@ class ModelRunner:
             self.model = self._make_model()
         spec = self.model.spec
         sizes = self._make_pools()
-        self._check_finite()
+        check_first_token(self.model, self.pools, self.device)
         self.staging = Staging(self.device)
         self.state = SlotState(
             max_num_seqs=self.limits.max_num_seqs,
@@ -245,22 +246,6 @@ class ModelRunner:
                 device=self.device,
             )
         return sizes
-
-    def _check_finite(self) -> None:
-        """Raises ConfigError where a token of the scratch block gets logits that are none."""
-        scratch = self.pools.scratch_block
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        meta = AttentionMeta(
-            num_decodes=1,
-            positions=zero,
-            slot_mapping=zero + scratch * self.config.block_size,
-            query_starts=torch.tensor([0, 1], dtype=torch.int32, device=self.device),
-            seq_lens=torch.ones(1, dtype=torch.int32, device=self.device),
-            block_tables=torch.full((1, 1), scratch, dtype=torch.int32, device=self.device),
-            max_query_len=1,
-            max_seq_len=1,
-        )
-        check_finite(self.model.logits(self.model.forward(zero, meta, self.pools.caches)))
 
     def close(self) -> None:
         """Frees the model and the pools; nothing where the device has failed, whose memory cannot be freed: torch would

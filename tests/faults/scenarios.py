@@ -248,6 +248,8 @@ async def refused(world: World) -> None:
     with contextlib.suppress(InvalidRequestError):
         await engine.generate(prompt).ready()
     with contextlib.suppress(InvalidRequestError):
+        await engine.generate(prompt).completions()
+    with contextlib.suppress(InvalidRequestError):
         await engine.generate_text(prompt)
     with contextlib.suppress(InvalidRequestError):
         await engine.submit_chat([{"role": "user", "content": prompt}])
