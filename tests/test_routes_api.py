@@ -1,4 +1,4 @@
-"""The endpoints over an engine with a fake model: streamed and not, refusals, clients that leave, the application itself."""
+"""The endpoints over an engine with a fake model: streamed and not, refusals, leaving, the application itself."""
 
 from __future__ import annotations
 
