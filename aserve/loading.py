@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aserve import chat_template, tokenizer_files
 from aserve.config import EngineConfig
-from aserve.errors import InvalidRequestError
+from aserve.errors import ConfigError, InvalidRequestError
 from aserve.executors import Executor, Runner
 from aserve.request import SamplingParams
 from aserve.tokenizer import Tokenizer
@@ -86,8 +86,20 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
         fallback_template=own,
         trust_remote_code=config.trust_remote_code,
     )
+    _check_vocabulary(loaded, files.config)
     loaded.warm()
     return loaded
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a tokenizer of another model: a few tokens more than the model knows are common."""
+    section = config.get("text_config")
+    known = (section if isinstance(section, dict) else config).get("vocab_size")
+    if isinstance(known, int) and tokenizer.vocab_size > known + known // 100 + 256:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model knows {known}: it is another model's",
+            param="tokenizer",
+        )
 
 
 def make_executor(model: Model, config: EngineConfig) -> Executor:

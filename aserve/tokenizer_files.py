@@ -194,9 +194,10 @@ def _token_text(value: Any) -> str | None:
 
 
 def _ids(value: Any) -> list[int]:
-    if isinstance(value, list):
-        return [int(item) for item in value]
-    return [] if value is None else [int(value)]
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int for item in found):
+        raise ConfigError(f"the model's files have {value!r} for 'eos_token_id', which is no token id", param="model")
+    return found
 
 
 def _declare_special(tokenizer: Any, specials: Mapping[str, str]) -> None:

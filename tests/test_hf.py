@@ -15,7 +15,8 @@ from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.families import FAMILIES
 from aserve.models.gpt_families import GPT_FAMILIES
-from aserve.models.hf import TransformersModel, _pack_linears
+from aserve.models.hf import TransformersModel
+from aserve.models.hf_loading import _pack_linears
 from aserve.models.loader import load_model
 from aserve_kernels import load
 from tests.models_util import PagedMemory, make_reference, randomize, resolved
@@ -127,8 +128,12 @@ def test_native_only_refuses_an_architecture_without_a_decoder(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("class_name", "options", "reason"),
     [
-        ("Lfm2Config", {"full_attn_idxs": [1], "layer_types": ["conv", "full_attention", "conv"]}, "layers attend"),
-        ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
+        (
+            "Lfm2Config",
+            {"full_attn_idxs": [1], "layer_types": ["conv", "full_attention", "conv"]},
+            "layers of type conv",
+        ),
+        ("GPTNeoConfig", {"attention_types": [[["global"], 3]], "num_layers": 3}, "code of its own"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_replaced_says_why(

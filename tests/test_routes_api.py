@@ -1,4 +1,4 @@
-"""The endpoints over an engine with a fake model: streamed and not, refusals, leaving, the application itself."""
+"""The endpoints over an engine with a fake model: streams and answers, refusals, clients that leave, the app itself."""
 
 from __future__ import annotations
 

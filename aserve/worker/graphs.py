@@ -333,5 +333,4 @@ class StepGraphs:
         return torch.zeros(count, dtype=torch.int64, device=self._state.device)
 
     def _upload(self, words: Tensor, packed: np.ndarray) -> None:
-        host = torch.from_numpy(packed)
-        words[: len(packed)].copy_(host.pin_memory() if words.is_cuda else host, non_blocking=True)
+        words[: len(packed)].copy_(self._state.staging.pinned(packed), non_blocking=True)

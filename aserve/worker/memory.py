@@ -16,8 +16,9 @@ import torch
 
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
-from aserve.models import ModelSpec
+from aserve.models import Model, ModelSpec
 from aserve.worker.kv_cache import block_bytes
+from aserve_kernels import AttentionMeta
 
 logger = logging.getLogger("aserve.worker")
 GIB = 1 << 30
@@ -146,6 +147,37 @@ def stage(doing: str, options: str) -> Iterator[None]:
             raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"out of memory while {doing} ({reason}): {options}", param="memory") from error
+
+
+def run_largest_step(model: Model, limits: Limits, config: EngineConfig, device: torch.device) -> None:
+    """The largest step there can be, over a throwaway pool, so that the peak of memory is known."""
+    spec, block_size = model.spec, config.block_size
+    count = limits.max_num_batched_tokens
+    longest = min(count, config.max_model_len or spec.max_position_embeddings)
+    ends = [*range(longest, count, longest), count]
+    starts = torch.tensor([0, *ends], dtype=torch.int32)
+    lens = starts.diff()
+    positions = torch.cat([torch.arange(int(n)) for n in lens])
+    width = -(-longest // block_size)
+    rows = torch.repeat_interleave(torch.arange(len(ends)), lens)
+    tables = torch.arange(len(ends) * width, dtype=torch.int32).view(-1, width)
+    meta = AttentionMeta(
+        num_decodes=0,
+        positions=positions.to(device),
+        slot_mapping=(rows * width * block_size + positions).to(device),
+        query_starts=starts.to(device),
+        seq_lens=lens.to(device),
+        block_tables=tables.to(device),
+        max_query_len=longest,
+        max_seq_len=longest,
+    )
+    shape = (tables.numel() + 1, block_size, spec.num_kv_heads, spec.head_dim)
+    pair = [torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2)]
+    caches = [(pair[0], pair[1])] * spec.num_layers
+    hidden = model.forward(torch.zeros_like(meta.positions), meta, caches)
+    logits = model.logits(hidden[: limits.max_num_seqs]).float()
+    logits.softmax(dim=-1)
+    torch.cuda.synchronize(device)
 
 
 def ran_out(error: Exception) -> bool:

@@ -74,8 +74,17 @@ def attend(
     return acc, total, maximum
 
 
+@triton.jit
+def with_sink(acc, total, maximum, sink):
+    """What `attend` returns, with one more position of score `sink` [BLOCK_M] whose value is zero."""
+    sink = sink.to(tl.float32) * LOG2E
+    new_maximum = tl.maximum(maximum, sink)
+    rescale = tl.exp2(maximum - new_maximum)
+    return acc * rescale[:, None], total * rescale + tl.exp2(sink - new_maximum), new_maximum
+
+
 def attention_constants(
-    query: Tensor, key_cache: Tensor, window: int | None, softcap: float | None
+    query: Tensor, key_cache: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> tuple[int, dict[str, Any], tuple[int, float]]:
     """Group size, compile-time constants and the two scalars that both kernels take."""
     num_kv_heads, head_dim = key_cache.shape[2], key_cache.shape[3]
@@ -87,6 +96,7 @@ def attention_constants(
         PAGE=key_cache.shape[1],
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         PRECISION="ieee",
         **overlapped(query.device),
     )

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aserve_kernels.ops import AttentionMeta
-from aserve_kernels.triton.attend import attend, attention_constants
+from aserve_kernels.triton.attend import attend, attention_constants, with_sink
 from aserve_kernels.triton.launch import begin
 from aserve_kernels.triton.split_kv import decode_attention
 
@@ -23,6 +23,7 @@ def _chunk_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    sinks_ptr,
     table_ptr,
     seq_lens_ptr,
     query_starts_ptr,
@@ -40,6 +41,7 @@ def _chunk_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -78,7 +80,7 @@ def _chunk_kernel(
     start = 0
     if WINDOW:
         start = tl.maximum(before + tile * BLOCK_M // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
-    acc, total, _ = attend(
+    acc, total, maximum = attend(
         q,
         position,
         start,
@@ -100,6 +102,9 @@ def _chunk_kernel(
         SOFTCAP,
         PRECISION,
     )
+    if SINKS:
+        sink = tl.load(sinks_ptr + kv_head * GROUP + m % GROUP)
+        acc, total, maximum = with_sink(acc, total, maximum, sink)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -121,12 +126,13 @@ def chunk_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     *,
     first_row: int,
 ) -> None:
     """Rows [first_row, R), any number of query tokens each; query and out hold all T tokens."""
     num_rows = meta.seq_lens.shape[0] - first_row
-    group, constants, scalars = attention_constants(query, key_cache, window, softcap)
+    group, constants, scalars = attention_constants(query, key_cache, window, softcap, sinks)
     tile = _chunk_tile(query.dtype, constants["BLOCK_D"])
     block_m = tile["BLOCK_M"]
     tiles = query.shape[0] * group // block_m + num_rows  # rows before first_row may be missing
@@ -135,6 +141,7 @@ def chunk_attention(
         query,
         key_cache,
         value_cache,
+        out if sinks is None else sinks.contiguous(),
         meta.block_tables[first_row:],
         meta.seq_lens[first_row:],
         meta.query_starts[first_row:],
@@ -155,13 +162,16 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See ops.Kernels."""
     assert key_cache.is_contiguous() and value_cache.is_contiguous()
     query = query.contiguous()
     out = torch.empty_like(query)
     if meta.num_decodes:
-        decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
+        decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap, sinks)
     if meta.seq_lens.shape[0] > meta.num_decodes:
-        chunk_attention(out, query, key_cache, value_cache, meta, scale, window, softcap, first_row=meta.num_decodes)
+        chunk_attention(
+            out, query, key_cache, value_cache, meta, scale, window, softcap, sinks, first_row=meta.num_decodes
+        )
     return out.view(query.shape[0], -1)

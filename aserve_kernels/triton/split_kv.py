@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from aserve_kernels.ops import AttentionMeta
-from aserve_kernels.triton.attend import attend, attention_constants
+from aserve_kernels.triton.attend import attend, attention_constants, with_sink
 from aserve_kernels.triton.launch import begin, prefetch
 
 _arrivals = WeakTensorKeyDictionary()  # key cache -> int32 counters of finished splits; zero between launches
@@ -61,6 +61,7 @@ def _decode_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    sinks_ptr,
     table_ptr,
     seq_lens_ptr,
     partial_ptr,
@@ -79,6 +80,7 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -136,6 +138,9 @@ def _decode_kernel(
         SOFTCAP,
         PRECISION,
     )
+    if SINKS and split == 0:  # one of the splits counts it for all
+        sink = tl.load(sinks_ptr + kv_head * GROUP + m, mask=m < GROUP, other=0.0)
+        acc, total, maximum = with_sink(acc, total, maximum, sink)
     normal = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLITS == 1:  # noqa: SIM114  (decided while compiling)
         tl.store(out_ptr + offset, normal.to(out_ptr.dtype.element_ty), mask=mask)
@@ -201,10 +206,11 @@ def decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Rows [0, meta.num_decodes): one query token each, written to out[:num_decodes]."""
     rows = meta.num_decodes
-    group, constants, scalars = attention_constants(query, key_cache, window, softcap)
+    group, constants, scalars = attention_constants(query, key_cache, window, softcap, sinks)
     num_kv_heads, head_dim = constants["NUM_KV_HEADS"], constants["D"]
     min_split = _min_split(rows * num_kv_heads)
     span = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
@@ -219,6 +225,7 @@ def decode_attention(
         query,
         key_cache,
         value_cache,
+        out if sinks is None else sinks.contiguous(),
         meta.block_tables,
         meta.seq_lens,
         partial,

@@ -188,14 +188,19 @@ ROWS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 64), (6, 2, 80), (3, 3, 128)])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 20.0)])
-def test_paged_attention_equals_its_twin(triton_ops, torch_ops, dtype, rows, heads, kv_heads, dim, window, softcap):
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, False), (40, None, False), (None, 20.0, False), (40, None, True)]
+)
+def test_paged_attention_equals_its_twin(
+    triton_ops, torch_ops, dtype, rows, heads, kv_heads, dim, window, softcap, sinks
+):
     meta = make_meta(*rows, 16, max_seq_len=2048)
     query = randn(sum(rows[0]), heads, dim, dtype=dtype)
     key, value = pools(-(-2048 // 16), 16, kv_heads, dim, dtype)
+    options = (dim**-0.5, window, softcap, randn(heads, dtype=dtype) if sinks else None)
     for _ in range(2):  # the second launch finds the arrival counters as the first left them
-        found = triton_ops.paged_attention(query, key, value, meta, dim**-0.5, window, softcap)
-    wanted = torch_ops.paged_attention(query.float(), key.float(), value.float(), meta, dim**-0.5, window, softcap)
+        found = triton_ops.paged_attention(query, key, value, meta, *options)
+    wanted = torch_ops.paged_attention(query.float(), key.float(), value.float(), meta, *options)
     assert_near(found, wanted, dtype)
 
 
