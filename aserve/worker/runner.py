@@ -33,7 +33,7 @@ from aserve.worker.kv_cache import KVPools, block_bytes
 from aserve.worker.prompt_logprobs import PromptLogprobs, PromptPart
 from aserve.worker.sampler import DrawnLogprobs, Sampler
 from aserve.worker.staging import Staging
-from aserve_kernels import AttentionMeta, Kernels
+from aserve_kernels import Kernels
 
 if TYPE_CHECKING:
     from aserve.worker.graphs import StepGraphs
