@@ -13,7 +13,7 @@ from typing import NamedTuple
 from aserve.config import EngineConfig
 from aserve.errors import ContextLengthError, InvalidRequestError, OverloadedError, TooManyRequestsError
 from aserve.plan import WorkerInfo
-from aserve.request import SamplingParams
+from aserve.request import MAX_CHOICES, SamplingParams
 
 MAX_RETRY_AFTER = 60.0  # seconds
 
@@ -27,7 +27,7 @@ class Limits:
     block_size: int
     vocab_size: int
     max_num_seqs: int
-    max_n: int = 128
+    max_n: int = MAX_CHOICES
     max_queue: int = 10_000
     max_queue_per_tenant: int | None = None
 

@@ -1,6 +1,6 @@
 """Keeps an output free of words: a Constraint that masks the token with which one of them would be complete.
 
-engine.py makes one per choice. A word is the token sequences that the tokenizer gives for it, alone and after a space;
+intake.py makes one per choice. A word is the token sequences that the tokenizer gives for it, alone and after a space;
 a model may still spell it with other tokens. Most draws share one mask, made once per request.
 """
 
@@ -10,16 +10,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from aserve.constraint import Constraint
-from aserve.errors import InvalidRequestError
 from aserve.tokenizer import Tokenizer
 
 Banned = Items[tuple[int, ...]]
 
 
-def free_of(words: Iterable[str], tokenizer: Tokenizer | None, vocab_size: int, count: int) -> list[Constraint | None]:
-    """One constraint per choice. Raises InvalidRequestError where there is no tokenizer."""
-    if tokenizer is None:
-        raise InvalidRequestError("bad_words need a tokenizer", param="bad_words")
+def free_of(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int, count: int) -> list[Constraint | None]:
+    """One constraint per choice. Encodes each word twice, and blocks as long."""
     first = BadWords(banned_sequences(words, tokenizer), vocab_size)
     return [first, *(first.fork() for _ in range(count - 1))]
 

@@ -1,7 +1,7 @@
 """Who owns which block of KV memory, in two pools: device and host.
 
-scheduler.py allocates, forks, swaps and releases through BlockTables; the runner executes the copies this returns, in
-plan order, so a freed block may be handed out at once. O(1) per block. Never touches the memory itself.
+residency.py, batch.py and beam_groups.py own blocks through BlockTables; the runner executes the copies this returns,
+in plan order, so a freed block may be handed out at once. O(1) per block. Never touches the memory itself.
 """
 
 from __future__ import annotations

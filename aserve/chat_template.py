@@ -1,8 +1,8 @@
 """Chat messages to prompt text, by the model's own Jinja template.
 
 Called by tokenizer.py. Renders as transformers' `apply_chat_template` does: same sandbox, whitespace rules, filters,
-globals and `generation` tag. Never tokenizes; never lets a template reach anything but plain data. Blocking: the
-engine renders long conversations off the loop.
+globals and `generation` tag. Never tokenizes; never lets a template reach anything but plain data. Blocking:
+prompts.py renders long conversations off the loop.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def render(
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
-    chat = [_normalize(message) for message in messages]
-    final = _mark_final(chat[-1]) if continue_final_message else ""
     try:
+        chat = [_normalize(message) for message in messages]
+        final = _mark_final(chat[-1]) if continue_final_message else ""
         text = _compile(template).render(
             **{
                 **(variables or {}),
@@ -129,6 +129,8 @@ def render(
         raise InvalidRequestError(
             f"the chat template is not valid Jinja: {error.message}", param="chat_template"
         ) from None
+    except RecursionError:
+        raise InvalidRequestError("the messages are nested too deeply", param="messages") from None
     except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from None
     return _cut_at_mark(text, final) if continue_final_message else text

@@ -1,7 +1,8 @@
 """The `aserve` command: serve, generate, models, bench, simulate. Importing it loads no torch: `--help` is quick.
 
 A subcommand is one function that adds its parser and sets `run`; `SUBCOMMANDS` lists them. Engine flags are made from
-EngineConfig's fields, so that an option is written once. The only importer of routes.
+EngineConfig's fields, so that an option is written once; those of the server are named as ServerOptions' fields. The
+only importer of routes.
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ _METAVARS = {"tokenizer": "PATH", "chat_template": "FILE|NAME"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses and runs; the exit code. A ConfigError is one line on stderr and 2."""
+    """Parses and runs; the exit code. An error of ours is one line on stderr: 2 for a wrong option, else 1."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except ConfigError as error:
+    except AserveError as error:
         print(f"aserve: error: {error.message}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:  # what ran has been cancelled and stopped by now
+        print(file=sys.stderr)
+        return 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,19 +138,20 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     http = parser.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks one (default: %(default)s)")
+    many: dict[str, Any] = {"action": "append", "default": []}  # argparse copies it
     http.add_argument(
-        "--served-model-name", action="append", default=[], metavar="NAME", help="a name clients may use; repeatable"
+        "--served-model-name",
+        dest="served_model_names",
+        **many,
+        metavar="NAME",
+        help="a name clients may use; repeatable",
     )
-    http.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="a key clients must send; repeatable"
-    )
-    http.add_argument(
-        "--api-key-file", action="append", default=[], metavar="FILE", help="a file with one key a line; repeatable"
-    )
+    http.add_argument("--api-key", dest="api_keys", **many, metavar="KEY", help="a key clients must send; repeatable")
+    http.add_argument("--api-key-file", **many, metavar="FILE", help="a file with one key a line; repeatable")
     http.add_argument(
         "--max-requests-per-key", type=int, metavar="N", help="that an API key may have in flight (default: any number)"
     )
-    http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="repeatable; * is any")
+    http.add_argument("--cors-origin", dest="cors_origins", **many, metavar="ORIGIN", help="repeatable; * is any")
     http.add_argument("--root-path", default="", metavar="PATH", help="where a proxy mounts the server")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="serve HTTPS with this private key")
     http.add_argument("--ssl-certfile", metavar="FILE", help="and this certificate")
@@ -245,46 +250,26 @@ def _serve(args: argparse.Namespace) -> int:
     from routes.server import serve  # here, so that other commands never load a web framework
     from routes.server_options import ServerOptions
 
-    config = engine_config(args)
-    options = ServerOptions(
-        host=args.host,
-        port=args.port,
-        served_model_names=tuple(args.served_model_name),
-        api_keys=(*args.api_key, *(key for file in args.api_key_file for key in _read_keys(file))),
-        max_requests_per_key=args.max_requests_per_key,
-        cors_origins=tuple(args.cors_origin),
-        max_body_bytes=args.max_body_bytes,
-        ping_interval=args.ping_interval,
-        resume_grace=args.resume_grace,
-        max_resume_grace=args.max_resume_grace,
-        journal_bytes=args.journal_bytes,
-        slow_client=args.slow_client,
-        max_unsent_bytes=args.max_unsent_bytes,
-        log_requests=args.log_requests,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        drain_timeout=args.drain_timeout,
-        exit_on_death=args.exit_on_death,
-        log_level=args.log_level,
-        log_format=args.log_format,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-        root_path=args.root_path,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        app=args.app,
-        profile=args.profile,
-    )
-    return serve(config, options)
+    args.api_keys = [*args.api_keys, *(key for file in args.api_key_file for key in _read_keys(file))]
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServerOptions)}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return serve(engine_config(args), ServerOptions(**{**given, **lists}))
 
 
 def _read_keys(file: str) -> list[str]:
-    """The keys in a file, one a line. Raises ConfigError where there is none: it would mean a server without keys."""
+    """The keys in a file, one a line.
+
+    Raises ConfigError where there is none, which would mean a server without keys, and for a line that looks like a
+    comment or a list, since its words would be keys.
+    """
     try:
-        keys = Path(file).read_text(encoding="utf-8").split()
+        keys = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--api-key-file {file}: {error}", param="api_key_file") from None
     if not keys:
         raise ConfigError(f"--api-key-file {file} holds no key", param="api_key_file")
+    if any(len(key.split()) > 1 or key.startswith("#") for key in keys):
+        raise ConfigError(f"--api-key-file {file} must hold one key a line and nothing else", param="api_key_file")
     return keys
 
 
@@ -316,16 +301,7 @@ def _generate(args: argparse.Namespace) -> int:
     config = engine_config(args)
     logging.basicConfig(level="WARNING", format="%(message)s")
     logging.getLogger("aserve").setLevel("INFO" if config.model is None else "WARNING")  # the demo model's notice
-    try:
-        asyncio.run(_generate_async(args, config, prompt))
-    except KeyboardInterrupt:  # the stream is cancelled and the engine stopped by now
-        print(file=sys.stderr)
-        return 130
-    except ConfigError:
-        raise
-    except AserveError as error:
-        print(f"aserve: error: {error.message}", file=sys.stderr)
-        return 1
+    asyncio.run(_generate_async(args, config, prompt))
     return 0
 
 

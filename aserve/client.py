@@ -26,6 +26,7 @@ from aserve.errors import (
     OverloadedError,
     RequestFailedError,
     RequestTooLargeError,
+    TooManyRequestsError,
 )
 from aserve.request import Delta
 
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
     import httpx
 
 D = TypeVar("D", bound=Delta)
-_ERRORS: Mapping[int | str, type[AserveError]] = {  # by a refusal's status, or its code where that says more
-    error.code or error.status: error for error in (DeadlineError, EngineDeadError, OverloadedError)
-} | {
+_BY_CODE = {error.code: error for error in (DeadlineError, EngineDeadError, OverloadedError, TooManyRequestsError)}
+_BY_STATUS = {
     error.status: error
     for error in (
         AuthenticationError,
         NotFoundError,
         RequestTooLargeError,
         MediaTypeError,
+        TooManyRequestsError,
         OverloadedError,
         DeadlineError,
     )
@@ -98,7 +99,7 @@ class Client:
         """The names the server serves."""
         response = await self._http.get("/v1/models")
         if response.status_code != 200:
-            raise _error(response.status_code, response.content)
+            raise _error(response.status_code, response.content, response.headers)
         return [str(entry["id"]) for entry in response.json()["data"]]
 
     def complete(
@@ -150,7 +151,7 @@ class Client:
                     if place.key and response.status_code in _PASSING:
                         return
                     place.done = True
-                    raise _error(response.status_code, await response.aread())
+                    raise _error(response.status_code, await response.aread(), response.headers)
                 place.key = response.headers.get("x-stream-id", "")
                 async for event in _events(response, place):
                     place.lost_at = None
@@ -261,18 +262,21 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCallDelta:
     )
 
 
-def _error(status: int, body: bytes) -> AserveError:
+def _error(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> AserveError:
     """aserve's own class for what the server answered, with its words, field and code."""
     try:
         details = json.loads(body)["error"]
         message, param, code = str(details["message"]), details.get("param"), details.get("code")
     except (ValueError, KeyError, TypeError):
         message, param, code = f"HTTP {status}: {body[:500].decode('utf-8', 'replace')}", None, None
-    kind = _ERRORS.get(code) or _ERRORS.get(status)
-    if kind is None:
-        kind = InvalidRequestError if 400 <= status < 500 else RequestFailedError
-    error = kind(message) if kind is OverloadedError else kind(message, param=param)
-    if code not in _ERRORS:  # inside a stream there is no status but that of its beginning
+    error: AserveError
+    kind: type[AserveError] | None = _BY_CODE.get(code) or _BY_STATUS.get(status)
+    if kind is not None and issubclass(kind, OverloadedError):
+        wait = (headers or {}).get("retry-after", "")
+        error = kind(message, retry_after=float(wait) if wait.isdecimal() else 1.0)
+    else:
+        error = (kind or (InvalidRequestError if 400 <= status < 500 else RequestFailedError))(message, param=param)
+    if code not in _BY_CODE:  # inside a stream there is no status but that of its beginning
         error.status = status
     error.code = code or error.code
     return error

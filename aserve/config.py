@@ -6,7 +6,7 @@ Option names are vLLM's where one exists. The CLI builds an EngineConfig from fl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from aserve.errors import ConfigError
 from aserve.request import MAX_CHOICES
@@ -17,6 +17,14 @@ ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 Device = Literal["auto", "cpu", "cuda"]
 Preemption = Literal["auto", "swap", "recompute"]
+_CHOICES: dict[str, Any] = {
+    "device": Device,
+    "dtype": Dtype,
+    "load_format": LoadFormat,
+    "model_impl": ModelImpl,
+    "preemption": Preemption,
+    "attention_backend": AttentionBackend,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +68,24 @@ class EngineConfig:
     step_timeout: float = 300.0  # seconds; a step that takes longer marks the engine dead
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value, known = getattr(self, name), get_args(choices)
+            if value not in known:
+                raise ConfigError(f"{_flag(name)} must be one of {', '.join(known)}, got {value!r}", param=name)
         for name, low in (
             ("max_model_len", 1),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("num_gpu_blocks_override", 1),
             ("kv_cache_memory", 1),
+            ("max_queue", 1),
             ("max_queue_per_tenant", 1),
             ("num_threads", 1),
             ("depth", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < low:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}", param=name)
+                raise ConfigError(f"{_flag(name)} must be at least {low}, got {value}", param=name)
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, got {self.block_size}", param="block_size")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -82,7 +95,11 @@ class EngineConfig:
             )
         if not 0 <= self.swap_space < float("inf"):
             raise ConfigError(f"--swap-space must be 0 or more GiB, got {self.swap_space}", param="swap_space")
-        if self.max_queue < 1:
-            raise ConfigError(f"--max-queue must be at least 1, got {self.max_queue}", param="max_queue")
         if not 1 <= self.max_n <= MAX_CHOICES:
             raise ConfigError(f"--max-n must be 1 to {MAX_CHOICES}, got {self.max_n}", param="max_n")
+        if not self.step_timeout > 0:
+            raise ConfigError(f"--step-timeout must be above 0 seconds, got {self.step_timeout}", param="step_timeout")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 from aserve.errors import InvalidRequestError
 
 StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
-MAX_CHOICES = 1024
+MAX_TEXTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class StructuredOutput:
             return None if value is None else "absent for json_object"
         if self.kind == "choice":
             texts = isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
-            fits = texts and 1 <= len(value) <= MAX_CHOICES  # type: ignore[arg-type]
-            return None if fits else f"a list of 1 to {MAX_CHOICES} texts that are not empty"
+            fits = texts and 1 <= len(value) <= MAX_TEXTS  # type: ignore[arg-type]
+            return None if fits else f"a list of 1 to {MAX_TEXTS} texts that are not empty"
         return None if isinstance(value, str) and value else "a text that is not empty"
 
 

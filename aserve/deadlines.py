@@ -1,6 +1,6 @@
 """When requests expire: as a whole, or for want of a first token.
 
-scheduler.py asks at every step boundary. Times are passed in; a request that ends leaves at once, so the memory is
+roster.py asks at every step boundary. Times are passed in; a request that ends leaves at once, so the memory is
 bounded by those that have not.
 """
 

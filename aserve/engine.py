@@ -29,6 +29,7 @@ from aserve.metrics import EngineStats, Metrics
 from aserve.output import outputs_of
 from aserve.pipeline import Pipeline, dead_error
 from aserve.plan import WorkerInfo
+from aserve.policy import load_policy
 from aserve.prompts import OffLoop, Prompt, PromptEncoder
 from aserve.request import Request, SamplingParams
 from aserve.scheduler import Scheduler
@@ -83,6 +84,7 @@ class Engine:
         self._started = True
         self._loop = asyncio.get_running_loop()
         off_loop = OffLoop()
+        load_policy(self.config.policy)  # a mistake in its name is worth no minutes of loading
         if self._executor is None:
             self._model = await off_loop(partial(loading.find, self.config))
             self._executor = await off_loop(partial(loading.make_executor, self._model, self.config))
@@ -106,6 +108,7 @@ class Engine:
             prompts=PromptEncoder(self.tokenizer, self.info.max_model_len, off_loop),
             structured=self._make_structured(),
             tokenizer=self.tokenizer,
+            off_loop=off_loop,
             end_token_ids=self.end_token_ids,
         )
         self._pipeline = Pipeline(
@@ -117,8 +120,7 @@ class Engine:
             clock=self._loop.time,
         )
         self._task = self._loop.create_task(self._pipeline.run(), name="aserve-engine")
-        scheduler = self._scheduler
-        self._intake.structured.build_when(lambda: scheduler.num_unfinished == 0)
+        self._intake.structured.build_when(self._pipeline.drained)
 
     async def stop(self, drain_timeout: float = 0.0) -> None:
         """Refuses new requests, lets live ones finish for `drain_timeout` seconds, ends the rest, frees the model.
@@ -138,16 +140,17 @@ class Engine:
 
     async def _shut_down(self, pipeline: Pipeline) -> None:
         assert self._executor is not None
+        self._intake.structured.stay()  # what is idle now is not so for long
         await pipeline.drained.wait()
         pipeline.cancel_all("cancelled", OverloadedError("the engine is shutting down"))
         pipeline.stop()
         await asyncio.wait([self._task], timeout=_STOP_SECONDS)
         self._task.cancel()  # a step hangs, or the task has ended
         await asyncio.wait([self._task])
+        self._intake.structured.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS if pipeline.dead is None else _DEAD_STOP_SECONDS):
                 await self._executor.stop()
-        self._intake.structured.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -294,6 +297,8 @@ class Engine:
     def _stream(
         self, encode: Callable[[], Awaitable[Items[int]]], params: SamplingParams | None, options: RequestOptions
     ) -> Stream:
+        if unknown := options.keys() - RequestOptions.__annotations__:
+            raise TypeError(f"a request has no option {sorted(unknown)}; what to draw goes into SamplingParams")
         key = secrets.token_hex(16)
         box = Mailbox(
             asyncio.get_running_loop(),

@@ -10,7 +10,7 @@
     ├── NotFoundError               404  no such model, route or request
     ├── OverloadedError             503  the waiting queue is full or the engine is draining; retry later
     │   └── TooManyRequestsError    429  one key or user has as many requests as it may have
-    ├── DeadlineError               504  the request's deadline passed before its first token
+    ├── DeadlineError               504  the deadline passed before the first token, or before the answer was whole
     ├── RequestFailedError          500  the engine failed this request; others go on
     └── EngineDeadError             503  the engine cannot go on; carries the cause
 
@@ -116,7 +116,7 @@ class TooManyRequestsError(OverloadedError):
 
 
 class DeadlineError(AserveError):
-    """The request's deadline passed before it produced a token."""
+    """The request's deadline passed before it produced a token, or before what was asked for was whole."""
 
     status = 504
     type = "timeout_error"

@@ -11,16 +11,18 @@ import math
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 from aserve.admission import Limits, Load, admit
 from aserve.bad_words import free_of
 from aserve.beams import BeamSearch
 from aserve.constraint import Constraint
-from aserve.detokenizer import Detokenizer, StopFinder, StopWatch
+from aserve.detokenizer import Detokenizer
 from aserve.errors import InvalidRequestError
-from aserve.prompts import PromptEncoder
+from aserve.prompts import OffLoop, PromptEncoder
 from aserve.request import Request, SamplingParams, Sequence
+from aserve.stop_strings import StopFinder, StopWatch
 from aserve.stream import SlowReader
 from aserve.structured import StructuredOutputs
 from aserve.tokenizer import Tokenizer
@@ -70,20 +72,28 @@ class Intake:
         prompts: PromptEncoder,
         structured: StructuredOutputs,
         tokenizer: Tokenizer | None,
+        off_loop: OffLoop,
         end_token_ids: tuple[int, ...],
     ) -> None:
         self.prompts = prompts
-        self._limits = limits
         self.structured = structured
+        self._limits = limits
         self._tokenizer = tokenizer
+        self._off_loop = off_loop
         self._end_token_ids = end_token_ids
         self._ids = itertools.count(1)
 
     async def constraints(self, params: SamplingParams) -> list[Constraint | None]:
         """What holds each choice to its form, None where it is free. Raises InvalidRequestError naming the field."""
         if params.bad_words:  # never together with a form
-            return free_of(params.bad_words, self._tokenizer, self._limits.vocab_size, params.num_sequences)
+            return await self._free_of(params.bad_words, params.num_sequences)
         return await self.structured.constraints(params.structured, params.num_sequences)
+
+    async def _free_of(self, words: Items[str], count: int) -> list[Constraint | None]:
+        if self._tokenizer is None:
+            raise InvalidRequestError("bad_words need a tokenizer", param="bad_words")
+        call = partial(free_of, words, self._tokenizer, self._limits.vocab_size, count)
+        return await self._off_loop(call) if self._tokenizer.is_long(2 * sum(map(len, words))) else call()
 
     def admit(self, call: Call, load: Load, now: float) -> Request:
         """The request, ready for the scheduler. Raises InvalidRequestError, ContextLengthError or OverloadedError."""

@@ -91,13 +91,13 @@ def _check(node: Schema, root: Schema) -> None:
 
 def _combines(node: Schema) -> bool:
     """True where several schemas apply to one value."""
-    num_own = any(
+    has_own = any(
         name not in _ANNOTATIONS and name not in ("allOf", "anyOf", "oneOf", "$ref", "type", "additionalProperties")
         for name in node
     )
     members = node.get("allOf")
     num = len(members) if isinstance(members, list) else 0
-    return num + sum(name in node for name in ("anyOf", "oneOf", "$ref")) + num_own > 1
+    return num + sum(name in node for name in ("anyOf", "oneOf", "$ref")) + has_own > 1
 
 
 def _num_string_rules(node: Any, root: Schema, seen: set[str]) -> int:

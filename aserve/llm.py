@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+from aserve.chat_template import Message
 from aserve.config import EngineConfig
 from aserve.engine import Engine
 from aserve.prompts import Prompt
@@ -20,22 +21,28 @@ from aserve.request import Completion, SamplingParams
 from aserve.stream import Stream
 
 T = TypeVar("T")
-Message = Mapping[str, Any]
 Params = SamplingParams | Items[SamplingParams] | None
 _OPEN_AT_ONCE = 1024  # requests submitted and not finished; far more than run at a time
 
 
 class LLM:
-    """Loads a model and serves it to this program. Options are EngineConfig's. `close()` it, or use `with`.
+    """Loads a model and serves it to this program. Options are EngineConfig's, or an `engine` that is not started
+    takes their place. `close()` it, or use `with`.
 
     Raises ConfigError, or the loader's error. Methods may be called from several threads.
     """
 
-    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        engine: Engine | None = None,
+        **options: Any,
+    ) -> None:
         if model is not None:
             options["model"] = model
-        engine = options.pop("engine", None)  # not started; for tests and own executors
-        self.engine: Engine = engine if engine is not None else Engine(config, **options)
+        self.engine = engine or Engine(config, **options)
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = threading.Thread(
             target=self._loop.run_forever, name="aserve-llm", daemon=True

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aserve import chat_template, tokenizer
+from aserve import chat_template, tokenizer_files
 from aserve.config import EngineConfig
+from aserve.errors import ConfigError, InvalidRequestError
 from aserve.executors import Executor, Runner
+from aserve.request import SamplingParams
 from aserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,17 +46,28 @@ def find(config: EngineConfig) -> Model:
         load_format=config.load_format,
         need_tokenizer=not config.skip_tokenizer_init,
         allow_pickle=config.allow_pickle,
+        trust_remote_code=config.trust_remote_code,
         progress=_log.info,
     )
     if files.notice:
         _log.info("%s", files.notice)
-    recommended = {name: files.generation_config[name] for name in _SAMPLING if name in files.generation_config}
-    return Model(
-        files.name,
-        files,
-        {name: value for name, value in recommended.items() if value is not None},
-        tuple(tokenizer.end_ids(files.generation_config, files.config)),
-    )
+    ends = tokenizer_files.end_ids(files.generation_config, files.config)
+    return Model(files.name, files, _recommended(files.generation_config), tuple(ends))
+
+
+def _recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling that a model's authors recommend, less what no request could ask for."""
+    found: dict[str, Any] = {}
+    for name in _SAMPLING:
+        value = generation_config.get(name)
+        if value is not None:
+            try:
+                SamplingParams(**{name: value})
+            except InvalidRequestError as error:
+                _log.warning("generation_config.json: %s; it is not used", error.message)
+            else:
+                found[name] = value
+    return found
 
 
 def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
@@ -65,7 +78,7 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
     own = files.chat_template
     if own is None and config.model is None:  # the demo model has none
         own = chat_template.BUILTIN["plain"]
-    loaded = tokenizer.load(
+    loaded = tokenizer_files.load(
         files.tokenizer,
         generation_config=files.generation_config,
         config=files.config,
@@ -73,8 +86,20 @@ def load_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
         fallback_template=own,
         trust_remote_code=config.trust_remote_code,
     )
+    _check_vocabulary(loaded, files.config)
     loaded.warm()
     return loaded
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a tokenizer of another model: a few tokens more than the model knows are common."""
+    section = config.get("text_config")
+    known = (section if isinstance(section, dict) else config).get("vocab_size")
+    if isinstance(known, int) and tokenizer.vocab_size > known + known // 100 + 256:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model knows {known}: it is another model's",
+            param="tokenizer",
+        )
 
 
 def make_executor(model: Model, config: EngineConfig) -> Executor:

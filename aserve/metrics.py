@@ -18,13 +18,8 @@ TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 MAX_TENANTS = 100
 OTHER_TENANTS = "(others)"
-_SEVERITY: tuple[FinishReason, ...] = (
-    "stop",
-    "length",
-    "cancelled",
-    "deadline",
-    "error",
-)  # the worst names the outcome
+# the worst of a request's finish reasons, the last here, names its outcome
+_SEVERITY: tuple[FinishReason, ...] = ("stop", "length", "cancelled", "deadline", "error")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aserve.detokenizer import Detokenizer, StopFinder
+from aserve.detokenizer import Detokenizer
 from aserve.plan import TokenLogprobs
 from aserve.ranking import Ranking
 from aserve.request import Delta, FinishReason, Request, Sequence
+from aserve.stop_strings import StopFinder
 from aserve.stream import Mailbox, join
 
 

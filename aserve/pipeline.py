@@ -157,7 +157,10 @@ class Pipeline:
         for sequence in move.request.sequences:
             output = self._outputs.get(sequence)
             if output is not None:
-                output.box.tell(move.change)
+                try:
+                    output.box.tell(move.change)
+                except Exception as error:
+                    self._fail_request(move.request, error)
                 return
 
     async def _commit_next(self) -> list[Event]:
@@ -176,7 +179,7 @@ class Pipeline:
             if error.memory:
                 self._scheduler.shed()
                 _log.warning("steps compute at most %d tokens from now on", self._scheduler.max_num_batched_tokens)
-            return self._scheduler.fail(plan.number, error.slots, failure, self._clock())
+            return self._scheduler.fail(plan.number, error.slots, failure)
         num_draws = len(plan.decodes) + sum([len(chunk.draws) for chunk in plan.chunks])
         if len(step.tokens) != num_draws:
             raise EngineDeadError(f"step {plan.number} drew {len(step.tokens)} tokens where {num_draws} were due")
@@ -246,6 +249,8 @@ class Pipeline:
                 deltas.append((output, delta))
             except Exception as error:
                 self._fail_request(sequence.request, error)
+                if reason is not None:  # no other event will end this choice
+                    deltas.append((output, Delta(sequence.index, "", (), "error", offset=output.num_tokens)))
         self._metrics.num_output_tokens += num_tokens
         for gap, count in gaps.items():
             self._metrics.inter_token.observe(gap, count)
@@ -285,11 +290,12 @@ class Pipeline:
                 self.drained.set()
 
     def _fail_request(self, request: Request, cause: Exception) -> None:
-        """A mistake in turning one request's tokens into text must not harm the others."""
+        """A mistake in showing one request to its reader must not harm the others."""
         _log.error("request %s failed", request.key, exc_info=cause)
         error = RequestFailedError(f"the engine failed this request: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self.cancel(request, "error", error)
+        request.error = request.error or error  # one whose last token this was is no longer the scheduler's to mark
 
     def _die(self, cause: BaseException) -> None:
         self.dead = cause.__cause__ if isinstance(cause, EngineDeadError) and cause.__cause__ else cause

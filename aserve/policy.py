@@ -102,13 +102,32 @@ class PriorityPolicy(Policy):
 
 
 class _Tenant:
-    """One tenant's waiting requests and the tokens it was served, in virtual time."""
+    """One tenant's waiting requests and the tokens it was served, in virtual time.
 
-    __slots__ = ("served", "waiting")
+    Invariant: `head` is what waiting.peek() would return.
+    """
+
+    __slots__ = ("head", "served", "waiting")
 
     def __init__(self, served: float) -> None:
         self.served = served
         self.waiting: LazyHeap[Request] = LazyHeap()
+        self.head: tuple[tuple[int, float, int], Request] | None = None
+
+    def add(self, request: Request) -> None:
+        self.waiting.push((request.priority, request.arrival, request.id), request)
+        self.head = self.waiting.peek()
+
+    def remove(self, request: Request) -> None:
+        self.waiting.discard(request)
+        if self.head is not None and self.head[1] is request:
+            self.head = self.waiting.peek()
+
+    def key(self) -> tuple[int, float, float, int]:
+        """Where the tenant stands among those with requests waiting."""
+        assert self.head is not None
+        priority, arrival, number = self.head[0]
+        return (priority, self.served, arrival, number)
 
 
 class FairPolicy(Policy):
@@ -127,7 +146,7 @@ class FairPolicy(Policy):
         self._patience = patience
         self._preempt = preempt
         self._tenants: dict[str, _Tenant] = {}
-        self._order: LazyHeap[str] = LazyHeap()  # tenants with waiting requests
+        self._order: LazyHeap[str] = LazyHeap()  # tenants with waiting requests, by keys no larger than theirs
         self._by_age: OrderedDict[Request, None] = OrderedDict()
         self._level = 0.0  # `served` of the tenant last admitted
         self._turn = 0
@@ -138,11 +157,12 @@ class FairPolicy(Policy):
         if tenant is None:
             self._sweep()
             tenant = self._tenants[request.tenant] = _Tenant(self._level)
-        if not tenant.waiting:
+        if tenant.head is None:
             tenant.served = max(tenant.served, self._level)
-        tenant.waiting.push((request.priority, request.arrival, request.id), request)
+        tenant.add(request)
         self._by_age[request] = None
-        self._place(request.tenant, tenant)
+        if tenant.head is not None and tenant.head[1] is request:
+            self._order.push(tenant.key(), request.tenant)
 
     def peek(self, now: float) -> Request | None:
         oldest = next(iter(self._by_age), None)
@@ -150,29 +170,26 @@ class FairPolicy(Policy):
             return None
         if self._turn == 3 and now - oldest.arrival >= self._patience:
             return oldest
-        first = self._order.peek()
-        assert first is not None
-        head = self._tenants[first[1]].waiting.peek()
-        assert head is not None
-        return head[1]
+        head = self._next().head
+        return None if head is None else head[1]
 
     def remove(self, request: Request) -> None:
         if request not in self._by_age:
             return
         del self._by_age[request]
         tenant = self._tenants[request.tenant]
-        tenant.waiting.discard(request)
         if request.cancel_reason is None:  # admitted
-            self._level = max(self._level, min(tenant.served, self._least()))
+            self._level = max(self._level, min(tenant.served, self._next().served))
             self._turn = (self._turn + 1) % 4
-        self._place(request.tenant, tenant)
+        tenant.remove(request)
+        if tenant.head is None:
+            self._order.discard(request.tenant)
 
     def charge(self, request: Request, *, prompt: int = 0, output: int = 0) -> None:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             tenant = self._tenants[request.tenant] = _Tenant(self._level)
         tenant.served += prompt + 2 * output
-        self._place(request.tenant, tenant)
 
     def loser(self, request: Request | None, running: Mapping[str, int]) -> str | None:
         if not self._preempt or not running:
@@ -191,24 +208,24 @@ class FairPolicy(Policy):
     def __len__(self) -> int:
         return len(self._by_age)
 
-    def _least(self) -> float:
-        first = self._order.peek()
-        return self._tenants[first[1]].served if first else float("inf")
-
-    def _place(self, name: str, tenant: _Tenant) -> None:
-        head = tenant.waiting.peek()
-        if head is None:
-            self._order.discard(name)
-        else:
-            priority, arrival, number = head[0]
-            self._order.push((priority, tenant.served, arrival, number), name)
+    def _next(self) -> _Tenant:
+        """The tenant whose turn it is, of those with requests waiting: keys grow unless one is added, so that each is
+        looked at anew only when it surfaces."""
+        while True:
+            first = self._order.peek()
+            assert first is not None
+            tenant = self._tenants[first[1]]
+            key = tenant.key()
+            if key == first[0]:
+                return tenant
+            self._order.push(key, first[1])
 
     def _sweep(self) -> None:
         """Bounds the memory of tenants without a request: those served most are remembered, the rest start afresh."""
         if len(self._tenants) < self._sweep_at:
             return
-        kept = {name: tenant for name, tenant in self._tenants.items() if tenant.waiting}
-        idle = ((name, each) for name, each in self._tenants.items() if not each.waiting and each.served > self._level)
+        kept = {name: tenant for name, tenant in self._tenants.items() if tenant.head}
+        idle = ((name, each) for name, each in self._tenants.items() if not each.head and each.served > self._level)
         kept.update(heapq.nlargest(MAX_IDLE_TENANTS, idle, key=lambda item: item[1].served))
         self._tenants = kept
         self._sweep_at = 2 * len(kept) + MAX_IDLE_TENANTS

@@ -1,6 +1,6 @@
 """What it costs to take a request's memory away and give it back: by swap or by recompute.
 
-residency.py asks per victim, scheduler.py tells how long steps took. The copy rate is measured by the worker at start;
+residency.py asks per victim, results.py tells how long steps took. The copy rate is measured by the worker at start;
 what computing tokens costs is fitted to the steps as they come. Pure arithmetic, no clock.
 """
 

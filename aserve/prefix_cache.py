@@ -1,17 +1,18 @@
 """Which device blocks hold the KV of which token prefix.
 
 A block's name is a 128-bit hash chained over everything before it, so equal names mean equal KV. block_manager.py alone
-holds a PrefixCache; scheduler.py builds the HashChains. Nothing here counts references or moves data.
+holds a PrefixCache; residency.py builds the HashChains. Nothing here counts references or moves data.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import Struct
 
 DIGEST_BYTES = 16
+_EMPTY = blake2b(digest_size=DIGEST_BYTES)  # copying it is quicker than making one
 
 
 def root_hash(**keys: str | None) -> bytes:
@@ -28,11 +29,12 @@ def root_hash(**keys: str | None) -> bytes:
 class HashChain:
     """The block names of one sequence, computed as far as someone asked: hashing a long prompt is spread over steps."""
 
-    __slots__ = ("_block_size", "_root", "hashes")
+    __slots__ = ("_block_size", "_pack", "_root", "hashes")
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self._root = root
         self._block_size = block_size
+        self._pack = Struct(f"{block_size}q").pack
         self.hashes: list[bytes] = []
 
     def extend(self, prompt: Sequence[int], output: Sequence[int], num_blocks: int) -> list[bytes]:
@@ -41,8 +43,10 @@ class HashChain:
         size = self._block_size
         for index in range(len(hashes), num_blocks):
             parent = hashes[-1] if index else self._root
-            tokens = array("q", slice_tokens(prompt, output, index * size, (index + 1) * size))
-            hashes.append(blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest())
+            tokens = slice_tokens(prompt, output, index * size, (index + 1) * size)
+            digest = _EMPTY.copy()
+            digest.update(parent + self._pack(*tokens))
+            hashes.append(digest.digest())
         return hashes
 
     def adopt(self, other: HashChain, num_blocks: int) -> None:

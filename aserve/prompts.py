@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from aserve.chat_template import Message
 from aserve.errors import InvalidRequestError
-from aserve.tokenizer import Tokenizer
+from aserve.tokenizer import Tokenizer, too_long
 
 T = TypeVar("T")
 Prompt = str | Items[int]
@@ -47,6 +47,8 @@ class PromptEncoder:
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> Items[int]:
         """Ids of a text, or the ids given."""
         if not isinstance(prompt, str):
+            if len(prompt) > self._max_tokens:  # before its millions are looked at
+                raise too_long(len(prompt), self._max_tokens, exact=True)
             if set(map(type, prompt)) - {int}:  # bool, too, is no token id
                 raise InvalidRequestError("a prompt of token ids must hold integers only", param="prompt")
             return prompt
@@ -80,7 +82,10 @@ class PromptEncoder:
             )
             return tokenizer.encode(text, False, max_tokens=self._max_tokens)
 
-        long = tokenizer.is_long(_num_chars(messages) + _num_chars(tools))
+        try:
+            long = tokenizer.is_long(_num_chars(messages) + _num_chars(tools))
+        except RecursionError:
+            raise InvalidRequestError("the messages are nested too deeply", param="messages") from None
         # a template of the caller's has to be compiled first, and may loop
         return await self._off_loop(call) if long or chat_template is not None else call()
 

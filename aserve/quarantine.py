@@ -1,7 +1,7 @@
 """Who made a step fail, where the model thread cannot say: requests of a failed step come back one at a time.
 
-scheduler.py asks who ends when a step fails and who may come in after that. The request that comes in while a step
-fails again is the culprit, and ends alone; one that draws twice without harm is cleared. Nothing new is admitted
+results.py asks who ends when a step fails, scheduler.py who may come in after that. The request that comes in while a
+step fails again is the culprit, and ends alone; one that draws twice without harm is cleared. Nothing new is admitted
 meanwhile, so that nobody is blamed for another.
 """
 

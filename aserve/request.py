@@ -1,6 +1,6 @@
 """A request and the sequences it owns: their words, and the one table of phase changes.
 
-Stdlib only. Built by engine.py from a user's call, driven by scheduler.py, never touched by the model thread.
+Stdlib only. Built by intake.py from a user's call, driven by scheduler.py, never touched by the model thread.
 A `Sequence` is one choice of a `Request` (n choices share the prompt's blocks).
 """
 
@@ -27,6 +27,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 
 
 class Phase(enum.Enum):
@@ -95,12 +96,10 @@ class SamplingParams:
     structured: StructuredOutput | None = None  # the form the output must have
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         _check_range("n", self.n, 1, MAX_CHOICES)
         if self.best_of is not None:
             _check_range("best_of", self.best_of, self.n, MAX_CHOICES)
@@ -126,6 +125,9 @@ class SamplingParams:
         _check_stop(self.stop)
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if set(map(type, getattr(self, name) or ())) - {int}:  # bool, too, is no token id
+                raise InvalidRequestError(f"{name} must name tokens by their ids, integers", param=name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must name at least one token", param="allowed_token_ids")
         if self.structured is not None:
@@ -153,8 +155,11 @@ class SamplingParams:
 def _check_range(
     name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequestError(f"{name} must be a number, got {type(value).__name__}", param=param or name)
+    """Raises InvalidRequestError for a value that is out of bounds, or no integer where `low` is one."""
+    whole = isinstance(low, int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        kind = "an integer" if whole else "a number"
+        raise InvalidRequestError(f"{name} must be {kind}, got {type(value).__name__}", param=param or name)
     inside = (low < value if open_low else low <= value) and value <= high  # NaN compares false
     if not inside or (isinstance(value, float) and not math.isfinite(value)):
         bound = "more than" if open_low else "at least"
@@ -187,6 +192,11 @@ def _check_bad_words(params: SamplingParams) -> None:
     words = params.bad_words
     if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word.strip() for word in words):
         raise InvalidRequestError(f"bad_words must be at most {MAX_BAD_WORDS} texts, none empty", param="bad_words")
+    longest = max(map(len, words))
+    if longest > MAX_BAD_WORD_CHARS:
+        raise InvalidRequestError(
+            f"a bad word has {longest} characters, at most {MAX_BAD_WORD_CHARS}", param="bad_words"
+        )
     for name in ("allowed_token_ids", "structured"):
         if getattr(params, name) is not None:
             raise InvalidRequestError(f"bad_words cannot be combined with {name}", param="bad_words")

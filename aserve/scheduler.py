@@ -67,9 +67,8 @@ class Scheduler:
         self._moves: list[Move] = []
         self.preemptions: Counter[tuple[PreemptionKind, PreemptionCause]] = Counter()
         self._number = self._num_blocks_out = self._num_blocks_in = 0
-        self._num_preemptions = self._num_swaps = self._num_yields = self._num_prompt_tokens = (
-            self._num_prefix_hit_tokens
-        ) = 0
+        self._num_preemptions = self._num_swaps = self._num_yields = 0
+        self._num_prompt_tokens = self._num_prefix_hit_tokens = 0
 
     @classmethod
     def create(cls, config: EngineConfig, info: WorkerInfo) -> Self:
@@ -336,7 +335,7 @@ class Scheduler:
         """Takes the result of the oldest plan in flight. Returns its tokens and ends, after those schedule() found."""
         return self._results.commit(result, now)
 
-    def fail(self, number: int, slots: tuple[int, ...], error: AserveError, now: float) -> list[Event]:
+    def fail(self, number: int, slots: tuple[int, ...], error: AserveError) -> list[Event]:
         """The oldest plan in flight failed. Requests of the culprit `slots` end with the error; the others are computed
         again from their committed tokens. Where no slot is named, they come back one by one to find the culprit."""
         return self._results.fail(number, slots, error)

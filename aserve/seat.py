@@ -1,6 +1,6 @@
 """The scheduler's own words: a sequence's stay in a slot, what a step in flight will bring, and the events it causes.
 
-Built and changed by scheduler.py and batch.py only.
+Seats are made by residency.py, steps by scheduler.py; its parts change them and nobody else sees them.
 """
 
 from __future__ import annotations

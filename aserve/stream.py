@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from aserve.beams import Beam
-from aserve.errors import AserveError, InvalidRequestError
+from aserve.errors import AserveError, DeadlineError, InvalidRequestError
 from aserve.request import Change, Completion, Delta, Request, Timeline, Usage
 
 SlowReader = Literal["coalesce", "pause", "cancel"]  # what happens to a request whose reader is behind
@@ -34,6 +34,7 @@ class Mailbox:
         "_away_limit",
         "_cancel",
         "_deltas",
+        "_end_waiter",
         "_limit",
         "_loop",
         "_many",
@@ -64,6 +65,7 @@ class Mailbox:
         self._pace = pace
         self.behind = False  # more is unread than the limit allows
         self._waiter: asyncio.Future[None] | None = None  # at most one reader
+        self._end_waiter: asyncio.Future[None] | None = None  # the same, of one that wants the whole
         self.request: Request | None = None  # None until admitted
         self.on_change: Callable[[Change], None] | None = None
         self.ended = False  # no delta will follow
@@ -83,8 +85,10 @@ class Mailbox:
             self._pile_up()
 
     def _pile_up(self) -> None:
-        """The reader is late: what waits is joined, and counted against the limit."""
+        """The reader is late, unless it wants the whole: what waits is joined, and counted against the limit."""
         self._deltas = join(self._deltas)
+        if self._end_waiter is not None:
+            return
         limit = self._limit if self._away_limit is None else self._away_limit
         if limit is None or self.behind or self._pace is None:
             return
@@ -121,6 +125,8 @@ class Mailbox:
             self.ended, self.error = True, error
             if self._waiter is not None:
                 self._wake()
+            if self._end_waiter is not None and not self._end_waiter.done():
+                self._end_waiter.set_result(None)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -137,6 +143,27 @@ class Mailbox:
             self._catch_up()
         return deltas if len(deltas) == 1 else join(deltas)
 
+    async def whole(self) -> list[Delta]:
+        """What is left to read, at the end and at most one delta per choice. Raises the request's error.
+
+        Unlike `take` after `wait`, in a loop, this wakes the reader once and not for every token.
+        """
+        if not self.ended:
+            self._check_one_reader()
+            self._end_waiter = self._loop.create_future()
+            self._catch_up()
+            try:
+                await self._end_waiter
+            finally:
+                self._end_waiter = None
+        if self.error is not None:
+            raise self.error
+        return self.take()
+
+    def _check_one_reader(self) -> None:
+        if self._waiter is not None or self._end_waiter is not None:
+            raise RuntimeError("another task is already reading this stream")
+
     async def wait(self) -> bool:
         """True once a delta is there, False at the end. Raises the request's error after its last delta."""
         while not self._deltas:
@@ -144,8 +171,7 @@ class Mailbox:
                 if self.error is not None:
                     raise self.error
                 return False
-            if self._waiter is not None:
-                raise RuntimeError("another task is already reading this stream")
+            self._check_one_reader()
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -239,19 +265,33 @@ class Stream:
 
     async def completions(self) -> list[Completion]:
         """Reads to the end; one Completion per choice, by index."""
-        deltas: list[Delta] = []
-        async for delta in self:
-            deltas.append(delta)
+        await self.submit()
+        try:
+            rest = await self._box.whole()
+        except asyncio.CancelledError:
+            self._box.cancel()
+            raise
+        deltas = join([*self._ahead, *rest])
+        self._ahead.clear()
         return [
             Completion(d.index, d.text, d.token_ids, d.finish_reason or "cancelled", d.stop_reason, d.logprobs)
-            for d in sorted(join(deltas), key=lambda delta: delta.index)
+            for d in sorted(deltas, key=lambda delta: delta.index)
         ]
 
     async def text(self) -> str:
-        """Reads to the end; the text of the only choice. Raises InvalidRequestError where n > 1."""
+        """Reads to the end; the text of the only choice.
+
+        Raises InvalidRequestError where n > 1, and DeadlineError where that cut it: iteration and `completions` give
+        what there is.
+        """
         if self.n != 1:
             raise InvalidRequestError(f"text() needs n = 1, this stream has n = {self.n}", param="n")
-        return "".join([delta.text async for delta in self])
+        text = ""
+        for done in await self.completions():  # none where it was read before
+            if done.finish_reason == "deadline":
+                raise DeadlineError("the request's deadline passed before its text was whole")
+            text += done.text
+        return text
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from aserve.grammar import Grammars
 
 T = TypeVar("T")
 COMPILE_SECONDS = 5.0
-IDLE_SECONDS = 1.0
+START_SECONDS = 1.0  # that a start gets before anything is prepared
 MAX_THREADS = 2
 
 
@@ -32,20 +32,17 @@ class StructuredOutputs:
         self._places = asyncio.Semaphore(MAX_THREADS)
         self._ahead: asyncio.Task[None] | None = None
 
-    def build_when(self, idle: Callable[[], bool]) -> None:
-        """Builds as soon as `idle` says that no stream is open, looking once in IDLE_SECONDS, if no request came first.
+    def build_when(self, idle: asyncio.Event) -> None:
+        """Builds once `idle` says that no stream is open, but not at once, if no request came first.
 
         It holds the GIL for a second where the vocabulary is large: a start should not wait for it, nor a stream.
         """
         if self._grammars is not None:
-            waiting = self._build_when(self._grammars, idle)
-            self._ahead = asyncio.get_running_loop().create_task(waiting, name="aserve-grammar")
+            self._ahead = asyncio.get_running_loop().create_task(self._build_when(idle), name="aserve-grammar")
 
-    async def _build_when(self, grammars: Grammars, idle: Callable[[], bool]) -> None:
-        while True:
-            await asyncio.sleep(IDLE_SECONDS)
-            if grammars.built or idle():
-                break
+    async def _build_when(self, idle: asyncio.Event) -> None:
+        await asyncio.sleep(START_SECONDS)
+        await idle.wait()
         with contextlib.suppress(AserveError):  # a tokenizer that cannot: the first request that asks is told
             await self.build()
 
@@ -114,9 +111,13 @@ class StructuredOutputs:
             raise
         return await future
 
-    def close(self) -> None:
-        """Ends the mask thread, and the wait for an idle moment."""
+    def stay(self) -> None:
+        """Prepares nothing any more."""
         if self._ahead is not None:
             self._ahead.cancel()
+
+    def close(self) -> None:
+        """Ends the mask thread."""
+        self.stay()
         if self._grammars is not None:
             self._grammars.close()

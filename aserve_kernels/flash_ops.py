@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aserve_kernels import triton_ops
 from aserve_kernels.ops import AttentionMeta
-from aserve_kernels.triton.attention import decode_attention
+from aserve_kernels.triton.split_kv import decode_attention
 from aserve_kernels.triton_ops import (
     add_layer_norm_,
     add_rms_norm_,
@@ -53,15 +53,16 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See ops.Kernels."""
     num_rows, num_decodes = meta.seq_lens.shape[0], meta.num_decodes
-    if query.dtype == torch.float32 or num_decodes == num_rows or key_cache.shape[3] % 8:
-        return triton_ops.paged_attention(query, key_cache, value_cache, meta, scale, window, softcap)
+    if query.dtype == torch.float32 or num_decodes == num_rows or key_cache.shape[3] % 8 or sinks is not None:
+        return triton_ops.paged_attention(query, key_cache, value_cache, meta, scale, window, softcap, sinks)
     query = query.contiguous()
     out = torch.empty_like(query)
     if num_decodes:
-        decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap)
+        decode_attention(out, query, key_cache, value_cache, meta, scale, window, softcap, None)
     _flash_attn_fwd(
         query,
         key_cache,

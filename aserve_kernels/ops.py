@@ -102,9 +102,11 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of query [T, Hq, D] over each row's paged context, grouped heads; a token sees at most
-        the last `window` positions (itself included). Returns [T, Hq * D]. Scores and softmax in float32."""
+        the last `window` positions (itself included). Returns [T, Hq * D]. Scores and softmax in float32. `sinks`
+        [Hq] are scores of one more position per head, whose value is zero."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

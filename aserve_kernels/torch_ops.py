@@ -114,13 +114,14 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     num_decodes = _num_decodes(meta)
     if num_decodes == query.shape[0]:
-        return _decode_attention(query, key_cache, value_cache, meta, scale, window, softcap)
+        return _decode_attention(query, key_cache, value_cache, meta, scale, window, softcap, sinks)
     out = torch.zeros(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
     if num_decodes:
-        part = _decode_attention(query[:num_decodes], key_cache, value_cache, meta, scale, window, softcap)
+        part = _decode_attention(query[:num_decodes], key_cache, value_cache, meta, scale, window, softcap, sinks)
         out[:num_decodes] = part
     for row, begin, end, context in _chunk_spans(meta):
         for low in range(begin, end, _QUERY_TILE):
@@ -128,7 +129,7 @@ def paged_attention(
             table = meta.block_tables[row]
             limit = context - (end - high)  # positions the tile's last token sees
             out[low:high] = _chunk_attention(
-                query[low:high], key_cache, value_cache, table, limit, scale, window, softcap
+                query[low:high], key_cache, value_cache, table, limit, scale, window, softcap, sinks
             )
     return out
 
@@ -162,6 +163,7 @@ def _chunk_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """query [n, Hq, D] at positions limit - n .. limit - 1 of one sequence -> [n, Hq * D]."""
     n, num_heads, head_dim = query.shape
@@ -184,12 +186,13 @@ def _chunk_attention(
     q = query.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k = key.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     v = value.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-    if softcap is None and q.device.type == "cpu":
+    if softcap is None and sinks is None and q.device.type == "cpu":
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     else:
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
-        out = _dense_attention(q, k, v, mask, scale, softcap)
+        sinks = None if sinks is None else sinks.view(num_kv_heads, group, 1, 1)
+        out = _dense_attention(q, k, v, mask, scale, softcap, sinks)
     return out.permute(2, 0, 1, 3).reshape(n, num_heads * head_dim)
 
 
@@ -201,6 +204,7 @@ def _decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """query [B, Hq, D], one token per sequence -> [B, Hq * D]."""
     batch, num_heads, head_dim = query.shape
@@ -209,10 +213,11 @@ def _decode_attention(
     key = key_cache.index_select(0, pages).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
     value = value_cache.index_select(0, pages).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
     q = query.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)  # the group's heads as query rows
-    if softcap is None and q.device.type == "cpu":
+    if softcap is None and sinks is None and q.device.type == "cpu":
         out = functional.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
     else:
-        out = _dense_attention(q, key, value, mask, scale, softcap)
+        sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        out = _dense_attention(q, key, value, mask, scale, softcap, sinks)
     return out.reshape(batch, num_heads * head_dim)
 
 
@@ -248,13 +253,16 @@ def _decode_pages(meta: AttentionMeta, block_size: int, window: int | None) -> t
 
 
 def _dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """softmax(cap(query key^T scale)) value in float32; masks broadcast. [..., n, D] -> [..., n, D]."""
+    """softmax(cap(query key^T scale)) value in float32; masks and sinks broadcast. [..., n, D] -> [..., n, D]."""
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2)).mul_(scale)
     if softcap is not None:
         scores = torch.tanh_(scores / softcap).mul_(softcap)
-    weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[-2]]
     return torch.matmul(weights, value.float()).to(query.dtype)
 
 

@@ -92,13 +92,11 @@ class Admin:
         def encode() -> list[int]:
             if body.prompt is not None:
                 return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-            continued = body.continue_final_message is True
+            continued, opening = body.continue_final_message is True, body.add_generation_prompt
             text = tokenizer.render_chat(
                 conversation(body.messages),
                 tools=body.tools,
-                add_generation_prompt=not continued
-                if body.add_generation_prompt is None
-                else body.add_generation_prompt,
+                add_generation_prompt=not continued if opening is None else opening,
                 continue_final_message=continued,
                 variables=body.chat_template_kwargs,
             )

@@ -28,7 +28,7 @@ _COUNTERS = {
     "num_failed_steps": ("failed_steps", "Model steps that failed"),
     "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of ended requests"),
     "num_cached_tokens": ("cached_prompt_tokens", "Prompt tokens of ended requests found in the prefix cache"),
-    "num_output_tokens": ("output_tokens", "Output tokens of ended requests"),
+    "num_output_tokens": ("output_tokens", "Output tokens"),
 }
 _GAUGES = {
     "num_running": ("requests_running", "Sequences that hold a slot"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import anyio
 import msgspec
@@ -38,22 +39,27 @@ class Responses(GenerationEndpoint[ResponseBody]):
     def __init__(self, *arguments: Any, store: ResponseStore) -> None:
         super().__init__(*arguments)
         self.store = store
+        # what each stream answers: by its end, the response that it continues may be gone
+        self._conversations: WeakKeyDictionary[Stream, list[dict[str, Any]]] = WeakKeyDictionary()
 
     async def submit(self, body: ResponseBody, params: SamplingParams, record: Record) -> list[Stream]:
+        messages = self._conversation(body)
         tools = body.chat_tools()
         if tools and body.skip_special_tokens is None and self.options.turn_format.shows_special_tokens:
             params = replace(params, skip_special_tokens=False)
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        stream = self.engine.submit_chat(
-            [*instructions, *self.conversation(body)],
+        submission = self.engine.submit_chat(
+            [*instructions, *messages],
             params,
             tools=tools if body.tool_choice != "none" else None,
             chat_template_kwargs=body.chat_template_kwargs,
             **(body.submit_arguments() | self.options.submit_arguments() | record.submit_arguments()),
         )
-        return await submit_all([stream])
+        streams = await submit_all([submission])
+        self._conversations[streams[0]] = messages
+        return streams
 
-    def conversation(self, body: ResponseBody) -> list[dict[str, Any]]:
+    def _conversation(self, body: ResponseBody) -> list[dict[str, Any]]:
         """The messages to answer: those of the response that this one continues, and the new ones."""
         if body.previous_response_id is None:
             return body.messages()
@@ -70,7 +76,7 @@ class Responses(GenerationEndpoint[ResponseBody]):
             job.body.tool_use(), stream.prompt_token_ids, self.engine.tokenizer, structured=structured
         )
         writer = ResponseWriter(_response(job), stream.key)
-        entry = Entry(writer.response, self.conversation(job.body), self.live.record(stream), stream)
+        entry = Entry(writer.response, self._conversations[stream], self.live.record(stream), stream)
         if job.body.store is not False:
             self.store.add(entry)
         return ResponseFrames(self, job, writer, entry, turn)

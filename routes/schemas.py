@@ -168,7 +168,7 @@ class CompletionBody(Body, kw_only=True):
         if self.prompt is None:
             raise InvalidRequestError("prompt is required: text, token ids, or a list of either", param="prompt")
         items: list[Any]  # Prompt, once the checks below have passed
-        if isinstance(self.prompt, str) or (self.prompt and all(type(item) is int for item in self.prompt)):
+        if isinstance(self.prompt, str) or (self.prompt and set(map(type, self.prompt)) == {int}):
             items = [self.prompt]
         else:
             items = list(self.prompt)

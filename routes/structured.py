@@ -64,7 +64,10 @@ def tool_calls(tools: Sequence[Mapping[str, Any]], use: ToolUse) -> StructuredOu
             parameters[function["name"]] = function.get("parameters") or {"type": "object"}
     if use.choice == "named":
         return _make("json_schema", parameters[use.names[0]], "tool_choice")
-    definitions = {f"tool{i}": _moved(schema, f"#/$defs/tool{i}") for i, schema in enumerate(parameters.values())}
+    try:
+        definitions = {f"tool{i}": _moved(schema, f"#/$defs/tool{i}") for i, schema in enumerate(parameters.values())}
+    except RecursionError:
+        raise InvalidRequestError("the tools' parameters are nested too deeply", param="tools") from None
     calls = [
         {
             "type": "object",

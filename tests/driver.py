@@ -6,6 +6,7 @@ Checks after every step what must always hold: invariants, progress, events in o
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from aserve.block_manager import BlockManager
 from aserve.config import Preemption
@@ -14,7 +15,7 @@ from aserve.executors import StepError
 from aserve.plan import StepPlan, StepResult
 from aserve.policy import Policy, load_policy
 from aserve.preemption import CostModel
-from aserve.request import FinishReason, Request, Sequence
+from aserve.request import FinishReason, Request, SamplingParams, Sequence
 from aserve.scheduler import Event, Scheduler
 from tests.fakes import FakeRunner
 
@@ -91,7 +92,7 @@ class Driver:
         plan, result = self.in_flight.popleft()
         if isinstance(result, StepError):
             error = RequestFailedError(str(result))
-            events = self.scheduler.fail(plan.number, result.slots, error, self.now)
+            events = self.scheduler.fail(plan.number, result.slots, error)
         else:
             events = self.scheduler.commit(result, self.now)
         self.take(events)
@@ -173,3 +174,29 @@ class Driver:
                 assert output == sequence.output == expected[: len(output)], f"{request.id}.{sequence.index} differs"
                 if self.ends[sequence] == "length" or sequence.stop_token is not None:
                     assert output == expected
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
+def sampled(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=max_tokens, **options)
+
+
+def prompt(length: int, start: int = 10) -> tuple[int, ...]:
+    return tuple(range(start, start + length))
+
+
+def plan_of(driver: Driver) -> StepPlan:
+    plan = driver.launch()
+    assert plan is not None
+    return plan
+
+
+def fail_once(driver: Driver, *slots: int) -> None:
+    def before_step(plan: StepPlan) -> None:
+        driver.runner.before_step = None
+        raise StepError("out of memory", slots)
+
+    driver.runner.before_step = before_step

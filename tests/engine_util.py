@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -12,9 +14,11 @@ from tokenizers import Tokenizer as Backend
 
 from aserve.engine import Engine
 from aserve.executors import Runner, StepError
+from aserve.executors.thread import ThreadExecutor
 from aserve.plan import StepPlan, StepResult, WorkerInfo
 from aserve.request import SamplingParams
-from aserve.tokenizer import Tokenizer, from_backend
+from aserve.tokenizer import Tokenizer
+from aserve.tokenizer_files import from_backend
 from tests.fakes import FakeRunner
 
 EOS = 2
@@ -142,3 +146,26 @@ def word_runner(**options: Any) -> FakeRunner:
 
 
 WORDS = tuple(range(300, 1000))
+PROMPT = [300, 301, 302, 303, 304]
+TEXT = word_tokenizer()
+
+
+@asynccontextmanager
+async def serving(runner: FakeRunner, **options: Any) -> AsyncIterator[Engine]:
+    """An engine over `runner` on a real model thread; afterwards nothing may be left in the pool."""
+    options.setdefault("tokenizer", TEXT)
+    async with Engine(executor=ThreadExecutor(runner), **options) as engine:
+        yield engine
+        await until_idle(engine)
+        check_whole(engine)
+
+
+@asynccontextmanager
+async def held(runner: FakeRunner, **options: Any) -> AsyncIterator[tuple[Engine, HeldExecutor]]:
+    """The same, with steps that end when the test says so."""
+    executor = HeldExecutor(runner, auto=False)
+    async with Engine(executor=executor, tokenizer=TEXT, **options) as engine:
+        yield engine, executor
+        executor.let_go()
+        await until_idle(engine)
+        check_whole(engine)

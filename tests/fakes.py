@@ -89,9 +89,8 @@ class FakeRunner:
         self.slots: dict[int, SlotState] = {}
         self.plans: list[StepPlan] = []
         self.closed = False
-        self._num_doubtful = (
-            0  # plans that may be in flight already when a step fails: they read what it left unwritten
-        )
+        # plans that may be in flight already when a step fails: they read what it left unwritten
+        self._num_doubtful = 0
 
     # executors.Runner
 

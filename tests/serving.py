@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from aserve import Engine, EngineConfig, Tokenizer
 from aserve.executors.thread import ThreadExecutor
 from aserve.plan import SlotUpdate
-from aserve.tokenizer import load
+from aserve.tokenizer_files import load
 from routes.app import create_app
 from tests.asgi import Reply
 from tests.fakes import FakeRunner

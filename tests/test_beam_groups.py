@@ -10,16 +10,12 @@ import pytest
 from aserve.beams import BeamSearch
 from aserve.plan import StepPlan
 from aserve.request import Phase, Request, SamplingParams
-from tests.driver import Driver
+from tests.driver import Driver, prompt
 from tests.fakes import make_request
 
 
 def beams(width: int, max_tokens: int, **options: Any) -> SamplingParams:
     return SamplingParams(n=width, use_beam_search=True, max_tokens=max_tokens, **options)
-
-
-def prompt(length: int, start: int = 10) -> tuple[int, ...]:
-    return tuple(range(start, start + length))
 
 
 def num_computed(plans: list[StepPlan], before: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 from aserve import cli
 from aserve.bench import client, percentiles, workload
+from tests.serving import LLAMA
 
 
 def test_the_workload_is_the_same_everywhere() -> None:
@@ -83,3 +84,17 @@ def test_an_engine_is_measured_and_reported(kind: str, flags: list[str], tokens:
     result = json.loads(out.read_text())
     assert result["benchmark"] == kind
     assert result["output_tokens_per_s"] * result["median_s"] == pytest.approx(tokens, rel=0.05)
+
+
+@pytest.mark.parametrize("argv", [["latency", "--num-iters", "0"], ["throughput", "--num-prompts", "-1"]])
+def test_a_count_of_nothing_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", *argv])
+    assert caught.value.code == 2
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_the_engine_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load-format", "dummy", "--dtype", "float32", "--num-gpu-blocks-override", "16", "--num-threads", "1"]
+    assert cli.main(["bench", "latency", "--model", str(LLAMA), "--input-len", "100000", *flags]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("aserve: error: the prompt has 100000 tokens")

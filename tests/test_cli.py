@@ -115,11 +115,14 @@ def test_http_flags_make_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_come_from_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("a\nb\n")
+    (tmp_path / "keys").write_text("a\n\n  b \n")
     _, options = served(monkeypatch, "--api-key", "c", "--api-key-file", str(tmp_path / "keys"))
     assert options.api_keys == ("c", "a", "b")
-    (tmp_path / "keys").write_text("\n")
-    assert cli.main(["serve", "--api-key-file", str(tmp_path / "keys")]) == 2
+    _, options = served(monkeypatch, "--api-key-file", str(tmp_path / "keys"))
+    assert (options.api_keys, options.served_model_names, options.cors_origins) == (("a", "b"), (), ())
+    for text in ("\n", "# of team A\na\n", "#a\n", "a b\n"):
+        (tmp_path / "keys").write_text(text)
+        assert cli.main(["serve", "--api-key-file", str(tmp_path / "keys")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,7 @@ def test_keys_come_from_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ["serve", "/nonexistent", "--port", "0"],
         ["generate", "a", "b", "c"],
         ["generate", "/nonexistent", "hello"],
+        ["bench", "latency", "--model", "/nonexistent"],
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from aserve import (
     RequestFailedError,
     RequestTooLargeError,
     ToolCallDelta,
+    TooManyRequestsError,
 )
 from tests.engine_util import VIRTUAL
 
@@ -96,6 +97,7 @@ async def test_chat_deltas_are_read_from_content() -> None:
         (404, NotFoundError),
         (413, RequestTooLargeError),
         (415, MediaTypeError),
+        (429, TooManyRequestsError),
         (504, DeadlineError),
         (503, OverloadedError),
         (500, RequestFailedError),
@@ -107,6 +109,19 @@ async def test_a_refusal_is_raised_as_its_own_error(status: int, error: type[Ase
         await anext(aiter(client(Script([body]), status).complete("x")))
     with pytest.raises(error, match=f"HTTP {status}"):  # a proxy's page, not ours
         await anext(aiter(client(Script([b"<html>"]), status).complete("x")))
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "seconds"), [(429, "7", 7.0), (503, "30", 30.0), (503, "Tue, 1 Dec", 1.0)]
+)
+async def test_a_busy_server_says_when_to_try_again(status: int, header: str, seconds: float) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, json={"error": {"message": "busy"}}, headers={"Retry-After": header})
+
+    busy = Client(http=httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://test"))
+    with pytest.raises(OverloadedError, match="busy") as caught:
+        await busy.models()
+    assert caught.value.retry_after == seconds
 
 
 async def test_chat_deltas_have_reasoning_and_tool_calls() -> None:

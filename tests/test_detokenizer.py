@@ -1,4 +1,4 @@
-"""Joined pieces equal the whole decode, for every vocabulary style and every cut; stop strings never leak."""
+"""Joined pieces equal the whole decode, for every vocabulary style and every cut."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from tokenizers import Tokenizer as WordTokenizer
 
 from aserve.detokenizer import (
     Detokenizer,
-    StopFinder,
-    StopWatch,
     TokenTable,
     WindowDetokenizer,
     from_table,
     table_style,
 )
 from aserve.models.files import resolve
-from aserve.tokenizer import _part, from_backend, load
+from aserve.tokenizer_files import _part, from_backend, load
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -158,53 +156,6 @@ def test_only_decoders_that_the_table_reproduces_are_taken_over() -> None:
     assert table_style({"type": "Sequence", "decoders": steps}) is None  # cannot know the end in advance
 
 
-def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Reads `text` a character at a time: the first completed stop string cuts; of those, the longest."""
-    for end in range(1, len(text) + 1):
-        done = [stop for stop in stops if text[:end].endswith(stop)]
-        if done:
-            stop = max(done, key=len)
-            return text[: end if include else end - len(stop)], stop
-    return text, None
-
-
-@settings(max_examples=300)
-@given(
-    text=st.text("abc", max_size=30),
-    stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
-    include=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
-def test_any_cut_into_pieces_stops_at_the_same_place(text: str, stops: list[str], include: bool, seed: int) -> None:
-    expected, stop = reference(text, stops, include)
-    finder = StopFinder(tuple(stops), include=include)
-    rng = random.Random(seed)
-    shown, rest = "", text
-    while rest and finder.matched is None:
-        size = rng.randint(0, 4)
-        shown, rest = shown + finder.push(rest[:size]), rest[size:]
-        # nothing that a stop string may still claim is out
-        assert expected.startswith(shown)
-    if finder.matched is None:
-        shown += finder.flush()
-    assert (shown, finder.matched) == (expected, stop)
-
-
-def test_a_stop_inside_two_tokens_is_cut_exactly() -> None:
-    finder = StopFinder(("END",))
-    assert finder.push("text E") == "text "
-    assert finder.push("ND more") == ""
-    assert finder.matched == "END"
-
-
-def test_a_held_back_tail_comes_out_when_it_is_ruled_out() -> None:
-    finder = StopFinder(("\n\nUser:",))
-    assert finder.push("hi\n") == "hi"
-    assert finder.push("\nUse") == ""
-    assert finder.push("d") == "\n\nUsed"
-    assert finder.flush() == ""
-
-
 def test_a_regex_replace_is_left_to_the_tokenizer() -> None:
     decoder = decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.ByteFallback(), decoders.Fuse()])
     assert table_style(_part(decoder)) is None
@@ -241,18 +192,6 @@ def test_a_fork_goes_its_own_way(style: str) -> None:
         for each, ids in ((first, whole), (second, other)):
             text = start + "".join(each.push(token) for token in ids[cut:]) + each.flush()
             assert text == tokenizer.decode(ids)
-
-
-def test_a_watch_finds_what_a_finder_finds_and_its_forks_do_not_meet() -> None:
-    tokenizer = TABLES["bytes"]
-    ids = tokenizer.encode("the lazy dog", add_special_tokens=False).ids
-    watch = StopWatch(detokenizer(tokenizer), StopFinder(("zy d",)))
-    assert not any(watch.push(token) for token in ids[:-3])
-    fork, late = watch.fork(), StopWatch(detokenizer(tokenizer), StopFinder(("zy d",)), num_unchecked=len(ids))
-    assert any(watch.push(token) for token in ids[-3:])
-    [other] = tokenizer.encode("x", add_special_tokens=False).ids
-    assert not fork.push(other)
-    assert not any(late.push(token) for token in ids)
 
 
 def test_words_without_a_decoder_are_joined_as_the_tokenizer_joins_them() -> None:

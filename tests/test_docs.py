@@ -42,6 +42,13 @@ def test_every_route_is_documented_and_no_other() -> None:
     assert documented == routes
 
 
+def test_every_module_of_the_framework_has_its_layer_in_the_architecture() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.split("| Layer | Modules |", 1)[1].split("\n\n", 1)[0]
+    named = {word.removeprefix("aserve.") for code in re.findall(r"`([^`]+)`", table) for word in code.split()}
+    assert {path.stem for path in (ROOT / "aserve").glob("*.py")} - named == {"__init__"}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_a_link_leads_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))

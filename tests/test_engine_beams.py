@@ -13,9 +13,19 @@ from aserve.errors import InvalidRequestError, RequestFailedError
 from aserve.executors import StepError
 from aserve.plan import StepPlan, StepResult
 from aserve.request import SamplingParams
-from tests.engine_util import VIRTUAL, greedy, settle, until_idle, word_runner, words
+from tests.engine_util import (
+    PROMPT,
+    TEXT,
+    VIRTUAL,
+    greedy,
+    held,
+    serving,
+    settle,
+    until_idle,
+    word_runner,
+    words,
+)
 from tests.fakes import FakeRunner, make_request
-from tests.test_engine import PROMPT, TEXT, held, serving
 
 pytestmark = pytest.mark.anyio
 

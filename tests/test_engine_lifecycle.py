@@ -95,19 +95,25 @@ async def test_an_engine_starts_once_and_serves_only_while_it_runs() -> None:
     await engine.stop()
 
 
-async def test_a_failed_start_raises_its_cause_and_leaves_nothing() -> None:
+async def test_a_failed_start_raises_its_cause_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unloadable(FakeRunner):
         def load(self) -> Any:
             raise ConfigError("no such model", param="model")
+
+    def unplannable(*_: object) -> None:
+        raise ConfigError("no room", param="block_size")
 
     runner = Unloadable()
     with pytest.raises(ConfigError, match="no such model"):
         async with Engine(executor=ThreadExecutor(runner), tokenizer=TEXT):
             raise AssertionError("it must not start")
     assert runner.closed
+    with pytest.raises(ConfigError, match="policy"):  # before anything is loaded
+        await Engine(executor=ThreadExecutor(Unloadable()), tokenizer=TEXT, policy="nonsense").start()
     runner = word_runner()
-    with pytest.raises(ConfigError, match="policy"):  # found out after the worker has started
-        await Engine(executor=ThreadExecutor(runner), tokenizer=TEXT, policy="nonsense").start()
+    monkeypatch.setattr("aserve.engine.Scheduler.create", unplannable)
+    with pytest.raises(ConfigError, match="no room"):  # found out after the worker has started
+        await Engine(executor=ThreadExecutor(runner), tokenizer=TEXT).start()
     assert runner.closed
 
 
@@ -210,8 +216,7 @@ async def test_a_step_that_hangs_kills_the_engine_and_is_left_behind(caplog: pyt
     go_on = threading.Event()
 
     def hang(plan: StepPlan) -> None:
-        if plan.number == 2:
-            go_on.wait(30)
+        go_on.wait(30)
 
     engine = Engine(
         executor=ThreadExecutor(word_runner(before_step=hang), name="aserve-hung"), tokenizer=TEXT, step_timeout=0.05

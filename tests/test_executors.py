@@ -124,6 +124,21 @@ async def test_a_runner_does_what_can_wait_while_no_step_is_in_flight(depth: int
     await executor.stop()
 
 
+async def test_what_can_wait_leaves_the_interpreter_to_a_burst(
+    monkeypatch: pytest.MonkeyPatch, threads_end: None
+) -> None:
+    monkeypatch.setattr("aserve.executors.thread._QUIET_SECONDS", 60.0)
+    runner = ScriptedRunner()
+    idled: list[int] = []
+    runner.on_idle = lambda: bool(idled.append(1))
+    executor = ThreadExecutor(runner)
+    await executor.start()
+    for number in (1, 2, 3):
+        assert (await executor.submit(StepPlan(number))).tokens == [number]
+    await executor.stop()
+    assert idled == []
+
+
 async def test_a_runner_can_be_made_on_the_model_thread(threads_end: None) -> None:
     made: list[str] = []
 

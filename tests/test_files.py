@@ -126,6 +126,10 @@ def shard_and_lose_one(directory: Path) -> None:
         (truncate("model.safetensors", 30), "is damaged or cut short"),
         (truncate("model.safetensors", 0), "is damaged or cut short"),
         (write("model.safetensors", "version https://git-lfs"), "is damaged or cut short"),
+        (write("model.safetensors.index.json", '{"weight_map": [1]}'), "does not say which file"),
+        (write("model.safetensors.index.json", '{"weight_map": {"weight": 5}}'), "does not say which file"),
+        (write("config.json", "[" * 100_000), r"config\.json cannot be read"),
+        (write("config.json", '{"num_attention_heads": 0}'), "0 for 'num_attention_heads'"),
     ],
 )
 def test_a_harmed_directory_is_refused_in_one_line(directory: Path, harm: Any, message: str) -> None:
@@ -144,16 +148,29 @@ def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path), load_format="gguf")
 
 
-def test_a_hub_id_is_downloaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_path_of_another_kind_is_told_what_to_name(tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(ConfigError, match=r"to serve its some\.gguf, name that file"):
+        resolve(str(tmp_path))
+    (tmp_path / "some.txt").touch()
+    with pytest.raises(ConfigError, match=r"some\.txt is a file, and no \.gguf"):
+        resolve(str(tmp_path / "some.txt"))
+
+
+def test_a_hub_id_is_downloaded_with_what_was_allowed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append(name)
+        asked[name] = set(allow_patterns)
         return str(directory)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     files = resolve("someone/something")
-    assert (files.name, files.directory, asked) == ("someone/something", directory, ["someone/something"])
+    assert (files.name, files.directory, list(asked)) == ("someone/something", directory, ["someone/something"])
+    resolve("someone/pickled", allow_pickle=True)
+    assert asked["someone/pickled"] - asked["someone/something"] == {"*.bin"}
+    resolve("someone/programs", trust_remote_code=True)
+    assert asked["someone/programs"] - asked["someone/something"] == {"*.py"}
 
 
 def test_a_hub_id_without_a_network_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from aserve.constraint import Mask, StructuredOutput
 from aserve.errors import InvalidRequestError, RequestFailedError
 from aserve.grammar import MAX_CHARS, Grammars, Matcher
-from aserve.tokenizer import from_backend
+from aserve.tokenizer_files import from_backend
 from tests.serving import BOS, END, EOS, TOKENIZER
 
 ENDS = {EOS, END}

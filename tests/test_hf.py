@@ -15,7 +15,8 @@ from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.families import FAMILIES
 from aserve.models.gpt_families import GPT_FAMILIES
-from aserve.models.hf import TransformersModel, _pack_linears
+from aserve.models.hf import TransformersModel
+from aserve.models.hf_loading import _pack_linears
 from aserve.models.loader import load_model
 from aserve_kernels import load
 from tests.models_util import PagedMemory, make_reference, randomize, resolved
@@ -36,11 +37,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {}),
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
     "cohere2": ("Cohere2Config", {"sliding_window": 9, "sliding_window_pattern": 3}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8}
+        | {"v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        | {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    ),
+    "diffllama": ("DiffLlamaConfig", {}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
     "exaone4": ("Exaone4Config", {"sliding_window": 9, "sliding_window_pattern": 3, "head_dim": 16}),
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "gpt_bigcode": ("GPTBigCodeConfig", {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 4}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "granite": ("GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0}),
     "helium": ("HeliumConfig", {"head_dim": 12}),
     "nemotron": ("NemotronConfig", {"head_dim": 16}),
@@ -48,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
     "smollm3": ("SmolLM3Config", {}),
+    "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 9}),
 }
 
@@ -127,8 +140,12 @@ def test_native_only_refuses_an_architecture_without_a_decoder(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("class_name", "options", "reason"),
     [
-        ("Lfm2Config", {"full_attn_idxs": [1], "layer_types": ["conv", "full_attention", "conv"]}, "layers attend"),
-        ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
+        (
+            "Lfm2Config",
+            {"full_attn_idxs": [1], "layer_types": ["conv", "full_attention", "conv"]},
+            "layers of type conv",
+        ),
+        ("GPTNeoConfig", {"attention_types": [[["global"], 3]], "num_layers": 3}, "code of its own"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_replaced_says_why(
@@ -176,6 +193,49 @@ def test_code_of_the_checkpoint_is_run_where_it_was_asked_for(
     with torch.inference_mode():
         expected = reference(torch.tensor([[5, 6, 7]]), use_cache=False).logits[0]
     torch.testing.assert_close(memory.step([(memory.add(), [5, 6, 7])])[0], expected, atol=1e-4, rtol=0)
+
+
+OWN = """
+import torch
+from transformers import Olmo2ForCausalLM, Olmo2Model
+
+class Changed(Olmo2Model):
+    def forward(self, input_ids=None, position_ids=None, **options):
+        CHANGE
+        return super().forward(input_ids, position_ids=position_ids, **options)
+
+class OwnForCausalLM(Olmo2ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Changed(config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("input_ids = input_ids + input_ids.roll(1) % 2", "logits differ"),  # tokens meet outside of attention
+        ("position_ids = None", "logits differ"),  # counted over the whole batch
+        ("position_ids = None if position_ids is None else position_ids * 3", "count positions"),
+        ("raise KeyError('a cache')", "KeyError: 'a cache'"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_says_something_else_in_a_batch_is_refused(
+    change: str,
+    reason: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modules = str(tmp_path_factory.mktemp("modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.setattr("sys.path", [*sys.path, modules])
+    make("olmo2").save_pretrained(tmp_path)
+    with_own_code(tmp_path, OWN.replace("CHANGE", change))
+    with pytest.raises(ConfigError, match=reason):
+        load_saved(tmp_path, trust_remote_code=True, dtype=dtype)
 
 
 def test_code_of_the_checkpoint_is_not_run_unasked(tmp_path: Path) -> None:

@@ -39,4 +39,17 @@ def test_it_equals_a_sorted_list_and_keeps_no_garbage() -> None:
         head = heap.peek()
         assert len(heap) == len(keys) and (item in heap) == (item in keys)
         assert (head[0] if head else None) == min(keys.values(), default=None)
-        assert len(heap._entries) <= 2 * len(keys) + 17
+        assert len(heap._run) + len(heap._heap) <= 2 * len(keys) + 17
+
+
+def test_keys_that_come_in_order_make_no_heap() -> None:
+    heap: LazyHeap[int] = LazyHeap()
+    for item in range(100):
+        heap.push(item, item)
+    assert not heap._heap
+    heap.push(5, 77)  # out of order, and moved
+    order = []
+    while (head := heap.peek()) is not None:
+        order.append(head)
+        heap.discard(head[1])
+    assert order == sorted([*((item, item) for item in range(100) if item != 77), (5, 77)])

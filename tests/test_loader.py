@@ -155,8 +155,8 @@ def test_a_quantized_checkpoint_is_refused_with_its_method(saved: Path) -> None:
 
 
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(saved: Path) -> None:
-    change_config(saved, architectures=["MambaForCausalLM"])
-    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*native: .*LlamaForCausalLM"):
+    change_config(saved, architectures=["T5ForConditionalGeneration"])
+    with pytest.raises(ConfigError, match=r"T5ForConditionalGeneration.*native: .*LlamaForCausalLM"):
         load_saved(saved)
     assert "Gemma3ForCausalLM" in native_architectures()
 
@@ -165,6 +165,7 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(saved: Pat
     ("options", "message"),
     [
         ({"architectures": []}, "no architecture"),
+        ({"architectures": ["MambaForCausalLM"]}, "numbers of another model, qwen3"),
         ({"hidden_size": None}, "'hidden_size'"),
         ({"hidden_act": "mish"}, "'mish'"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'"),

@@ -123,7 +123,31 @@ def truncate(path: Path) -> None:
 def quantize(path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
-    save_file(tensors | {name: tensors[name].to(torch.int8)}, path / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def spoil(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def lose_a_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def take_another_tokenizer(path: Path) -> None:
+    file = path / "tokenizer.json"
+    stated = json.loads(file.read_text())
+    vocab = stated["model"]["vocab"]
+    vocab |= {f"word{index}": len(vocab) + index for index in range(1000)}
+    file.write_text(json.dumps(stated))
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_text(text) and None
 
 
 def lose_the_tokenizer(path: Path) -> None:
@@ -131,12 +155,28 @@ def lose_the_tokenizer(path: Path) -> None:
 
 
 HARMS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "architecture": (change_config(architectures=["MambaForCausalLM"]), "is a MambaForCausalLM, which neither"),
+    "architecture": (change_config(architectures=["T5Model"]), "is a T5Model, which neither"),
     "shape": (change_config(hidden_size=52), "by its config.json"),
     "missing shard": (lose_a_shard, "is missing from"),
     "truncated shard": (truncate, "is cut short"),
     "stored dtype": (quantize, "down_proj.weight is I8"),
     "no tokenizer": (lose_the_tokenizer, "has no tokenizer"),
+    "another tokenizer": (take_another_tokenizer, "it is another model's"),
+    "broken tokenizer": (write("tokenizer.json", "{}"), "cannot read the tokenizer"),
+    "numbers": (change_config(num_attention_heads="four"), "'four' for 'num_attention_heads'"),
+    "rotary numbers": (change_config(rope_parameters={"rope_type": "llama3"}), "does not state 'factor'"),
+    "end id": (write("generation_config.json", '{"eos_token_id": "x"}'), "'x' for 'eos_token_id'"),
+    "NaN": (spoil, "logits are not finite"),
+}
+# what transformers' own loading would pass over
+HARMS_HF: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing tensor": (lose_a_tensor, "lacks model.layers.1.mlp.down_proj.weight"),
+    "NaN": (spoil, "logits are not finite"),
+    "shape": (change_config(intermediate_size=81), "by its config.json"),
+    "size": (change_config(num_hidden_layers=5000), "describes a model of"),
+    "stored dtype": (quantize, "down_proj.weight is I8"),
+    "type": (change_config(model_type="llama"), "numbers of another model, llama"),
+    "truncated shard": (truncate, "is cut short"),
 }
 
 
@@ -146,7 +186,20 @@ def test_a_directory_that_cannot_be_served_is_one_line_and_exit_code_2(
     directory: tuple[Any, Path], harm: str, command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _, path = directory
-    change, message = HARMS[harm]
+    assert_refused(path, *HARMS[harm], command, capfd)
+
+
+@pytest.mark.parametrize("directory", ["olmo2"], indirect=True)
+@pytest.mark.parametrize("harm", sorted(HARMS_HF))
+def test_a_directory_that_transformers_runs_is_refused_as_clearly(
+    directory: tuple[Any, Path], harm: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(directory[1], *HARMS_HF[harm], "generate", capfd)
+
+
+def assert_refused(
+    path: Path, change: Callable[[Path], None], message: str, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     change(path)
     capfd.readouterr()
     ask = [str(path), "--port", "0", "--log-level", "error"] if command == "serve" else [str(path), PROMPT]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from aserve.errors import ConfigError
@@ -98,6 +100,68 @@ def test_an_output_token_counts_as_two_of_the_prompt() -> None:
     policy.charge(first, prompt=150)
     policy.charge(second, output=100)
     assert take(policy).tenant == first.tenant
+
+
+class Plain:
+    """The fair order as its definition says it, looked for among all that wait."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, float] = {}
+        self.waiting: list[Request] = []
+        self.level = 0.0
+
+    def key(self, request: Request) -> tuple[int, float, float, int]:
+        return (request.priority, self.served[request.tenant], request.arrival, request.id)
+
+    def heads(self) -> list[Request]:
+        first: dict[str, Request] = {}
+        for request in sorted(self.waiting, key=lambda each: (each.priority, each.arrival, each.id)):
+            first.setdefault(request.tenant, request)
+        return sorted(first.values(), key=self.key)
+
+    def add(self, request: Request) -> None:
+        served = self.served.setdefault(request.tenant, self.level)
+        if all(each.tenant != request.tenant for each in self.waiting):
+            self.served[request.tenant] = max(served, self.level)
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        if request.cancel_reason is None:
+            least = self.served[self.heads()[0].tenant]
+            self.level = max(self.level, min(self.served[request.tenant], least))
+        self.waiting.remove(request)
+
+
+def test_the_order_is_that_of_the_definition_whatever_comes_between() -> None:
+    rng = random.Random(0)
+    policy, plain = FairPolicy(), Plain()
+    served: list[Request] = []
+    for number in range(3000):
+        action = rng.random()
+        if action < 0.35:
+            arrival = float(number - rng.choice([0, 0, 0, 20]))  # tokenizing a long prompt took its time
+            request = make_request(
+                [5], tenant=rng.choice("abcdefgh"), priority=rng.choice([0, 0, 0, 1]), arrival=arrival
+            )
+            policy.add(request)
+            plain.add(request)
+        elif action < 0.65 and served:
+            policy.charge(request := rng.choice(served), prompt=(tokens := rng.randrange(50)))
+            plain.served[request.tenant] += tokens
+        elif action < 0.75 and plain.waiting:
+            request = rng.choice(plain.waiting)
+            request.cancel_reason = "cancelled"
+            policy.remove(request)
+            plain.remove(request)
+        elif plain.waiting:
+            request = plain.heads()[0]
+            assert policy.peek(0.0) is request
+            policy.remove(request)
+            plain.remove(request)
+            served.append(request)
+        assert policy.peek(0.0) is (plain.heads()[0] if plain.waiting else None)
+        assert len(policy) == len(plain.waiting)
+    assert len(served) > 300
 
 
 def test_the_oldest_waits_for_a_bounded_number_of_admissions() -> None:

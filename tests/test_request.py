@@ -65,6 +65,15 @@ def test_a_request_has_finished_with_its_last_choice() -> None:
         ("allowed_token_ids", ()),
         ("temperature", True),
         ("temperature", "1"),
+        ("n", 1.0),
+        ("max_tokens", 2.5),
+        ("top_k", 5.0),
+        ("stop_token_ids", ("a",)),
+        ("allowed_token_ids", (1.0,)),
+        ("logit_bias", {"3": 1.0}),
+        ("bad_words", (" ",)),
+        ("bad_words", ("a",) * 257),
+        ("bad_words", ("a" * 257,)),
     ],
 )
 def test_a_value_out_of_range_names_its_field(field: str, value: Any) -> None:
@@ -79,8 +88,10 @@ def test_min_tokens_may_not_exceed_max_tokens() -> None:
     assert caught.value.param == "min_tokens"
 
 
-def test_one_stop_string_is_a_list_of_one() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_one_text_is_a_list_of_one(field: str) -> None:
+    params: Any = {field: "end"}
+    assert getattr(SamplingParams(**params), field) == ("end",)
 
 
 @pytest.mark.parametrize("top_k", [0, -1])

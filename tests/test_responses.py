@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
+from aserve.plan import StepPlan
 from routes.app import create_app
 from routes.records import Record
 from routes.response_body import ResponseBody
 from routes.response_store import Entry, ResponseStore
 from tests.asgi import Reply, call, get, post
-from tests.serving import BARE, application, idle, serving
+from tests.serving import BARE, EchoRunner, application, idle, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -130,6 +133,36 @@ async def test_a_response_is_continued_with_its_calls_and_without_its_instructio
     assert kept == two
     assert missing.status == 404
     assert missing.json()["error"]["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_is_forgotten_meanwhile_is_continued_all_the_same(stream: bool) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def wait(plan: StepPlan) -> None:
+        if plan.slots[:1] and plan.slots[0].num_prompt_tokens > 3:
+            begun.set()
+            gate.wait(10)
+
+    runner = EchoRunner(num_gpu_blocks=256, max_model_len=512, vocab_size=BARE.vocab_size, before_step=wait)
+    async with application(tokenizer=BARE, runner=runner) as app:
+        one = (await post(app, PATH, {"input": "a<eos>", **GREEDY})).json()
+        request = {"previous_response_id": one["id"], "input": "bcd<eos>", "stream": stream, **GREEDY}
+        replies: list[Reply] = []
+
+        async def run() -> None:
+            replies.append(await post(app, PATH, request))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await anyio.to_thread.run_sync(begun.wait, 10)
+            assert (await call(app, "DELETE", f"{PATH}/{one['id']}")).status == 200
+            gate.set()
+        assert replies[0].status == 200
+        two = events(replies[0])[-1]["response"] if stream else replies[0].json()
+        assert two["status"] == "completed"
+        three = (await post(app, PATH, {"previous_response_id": two["id"], "input": "e<eos>", **GREEDY})).json()
+        assert three["usage"]["input_tokens"] > two["usage"]["input_tokens"]
 
 
 async def test_items_become_the_messages_of_a_chat() -> None:

@@ -1,33 +1,19 @@
-"""The endpoints over an engine with a fake model: streamed and not, refusals, cancelling, the operators' routes."""
+"""The endpoints over an engine with a fake model: streams and answers, refusals, clients that leave, the app itself."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
 import pytest
 
-from aserve import Tokenizer
-from aserve.tokenizer import load
 from routes.app import create_app
 from tests.asgi import Reply, call, get, post
-from tests.serving import LETTERS, VOCAB_SIZE, application, idle, joined, reasons, serving, write_tokenizer
+from tests.serving import LETTERS, application, idle, joined, reasons, serving
 
 pytestmark = pytest.mark.anyio
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-def _tooled() -> Tokenizer:
-    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ tone }}{{ messages[0].content }}"
-    with TemporaryDirectory() as name:
-        write_tokenizer(Path(name), chat_template=template)
-        return load(Path(name))
-
-
-TOOLED = _tooled()  # made at import: reading files inside a test would block its loop
 
 
 async def test_a_completion() -> None:
@@ -237,43 +223,6 @@ async def test_a_client_that_leaves_frees_its_blocks(stream: bool) -> None:
         assert engine.metrics.outcomes["cancelled"] == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_delete_cancels_a_request_and_its_client_gets_an_error(stream: bool) -> None:
-    async with serving() as engine:
-        app = create_app(engine)
-        live = app.router.routes[0].app.live  # type: ignore[attr-defined]
-        replies: list[Reply] = []
-
-        async def run() -> None:
-            body = {"prompt": "a", "max_tokens": 2000, "temperature": 0, "stream": stream}
-            replies.append(await post(app, "/v1/completions", body))
-
-        with anyio.fail_after(10):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run)
-                while not len(live):
-                    await anyio.lowlevel.checkpoint()
-                [key] = live._records
-                deleted = await call(app, "DELETE", f"/v1/requests/cmpl-{key}")
-        assert deleted.status == 200
-        again = await call(app, "DELETE", f"/v1/requests/cmpl-{key}")
-        assert again.status == 404
-        error = replies[0].events()[-1] if stream else replies[0].json()
-        assert error["error"]["code"] == "request_cancelled"
-        await idle(engine)
-
-
-async def test_models_are_listed_and_found() -> None:
-    async with serving() as engine:
-        app = create_app(engine, served_model_names=["one", "org/two"])
-        listed = (await get(app, "/v1/models")).json()
-        assert [card["id"] for card in listed["data"]] == ["one", "org/two"]
-        assert (await get(app, "/v1/models/org/two")).json()["id"] == "org/two"
-        assert (await get(app, "/v1/models/fake")).status == 404
-        reply = await post(app, "/v1/completions", {"model": "org/two", "prompt": "a", "max_tokens": 1})
-        assert reply.json()["model"] == "org/two"
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("GET", "/health/", 404)],
@@ -314,37 +263,6 @@ async def test_cors_is_off_unless_an_origin_is_named() -> None:
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
 
 
-async def test_tokenize_and_detokenize_are_inverse() -> None:
-    async with application() as app:
-        ids = (await post(app, "/tokenize", {"prompt": "the 中"})).json()
-        assert ids["count"] == len(ids["tokens"])
-        text = (await post(app, "/detokenize", {"tokens": ids["tokens"]})).json()
-        assert text == {"prompt": "the 中"}
-        chat = (await post(app, "/tokenize", {"messages": [{"role": "user", "content": "hi"}]})).json()
-        assert (await post(app, "/detokenize", {"tokens": chat["tokens"]})).json()["prompt"] == "user: hi\nassistant: "
-        for path, body in (
-            ("/tokenize", {}),
-            ("/tokenize", {"prompt": "a", "messages": []}),
-            ("/detokenize", {"tokens": [VOCAB_SIZE]}),
-            ("/detokenize", {"tokens": [-1]}),
-            ("/detokenize", {}),
-            ("/detokenize", {"tokens": [1.5]}),
-        ):
-            assert (await post(app, path, body)).status == 400
-
-
-async def test_tokenize_sees_what_chat_sees() -> None:
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "chat_template_kwargs": {"tone": "ok "}}
-    async with application(tokenizer=TOOLED) as app:
-        told = await post(app, "/tokenize", chat | {"return_token_strs": True})
-        usage = (await post(app, "/v1/chat/completions", chat | {"max_tokens": 1})).json()["usage"]
-        text = (await post(app, "/detokenize", {"tokens": told.json()["tokens"], "x": 1})).json()["prompt"]
-    assert text == "weather ok hi"
-    assert usage["prompt_tokens"] == told.json()["count"]
-    assert told.headers["x-aserve-warning"] == "ignored unknown fields: return_token_strs"
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
@@ -368,30 +286,6 @@ async def test_what_does_not_fit_is_named_as_the_client_named_it(fields: dict[st
     assert said in error["message"]
     assert plain["param"] == param.replace("completion_", "")
     assert said.replace("completion_", "") in plain["message"]
-
-
-async def test_operators_routes_answer() -> None:
-    async with application() as app:
-        await post(app, "/v1/completions", {"prompt": "ab", "max_tokens": 3})
-        assert (await get(app, "/health")).json() == {"status": "ok"}
-        assert (await get(app, "/ready")).status == 200
-        assert (await get(app, "/version")).json()["version"]
-        assert (await get(app, "/load")).json()["server_load"] == 0
-        metrics = (await get(app, "/metrics")).body.decode()
-    assert 'aserve_requests_total{outcome="length"} 1.0' in metrics
-    assert "aserve_output_tokens_total 3.0" in metrics
-    assert 'aserve_time_to_first_token_seconds_bucket{le="+Inf"} 1.0' in metrics
-
-
-async def test_a_draining_engine_refuses_and_says_when_to_come_back() -> None:
-    async with serving() as engine:
-        app = create_app(engine)
-        await engine.stop()
-        reply = await post(app, "/v1/completions", {"prompt": "a"})
-        assert reply.status == 503
-        assert int(reply.headers["retry-after"]) >= 1
-        assert reply.headers["connection"] == "close"
-        assert (await get(app, "/health")).status == 503
 
 
 async def test_the_lifespan_leaves_a_running_engine_alone() -> None:

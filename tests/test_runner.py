@@ -163,6 +163,25 @@ def test_a_failing_model_fails_the_step_and_the_runner_goes_on(monkeypatch: pyte
     assert driver.generate(0, PROMPTS[0], GREEDY, 3) == solo(PROMPTS[0], GREEDY, 3)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_step_that_finds_no_memory_says_so(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(hidden: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    driver = Driver(make_runner())
+    update, _ = driver.start(0, 2, GREEDY)
+    monkeypatch.setattr(driver.runner.model, "logits", fail)
+    with pytest.raises(StepError) as caught:
+        driver.runner.launch(driver.plan(chunks=(Chunk(0, 0, (1, 2), (0,)),), slots=(update,)))
+    assert caught.value.memory
+
+
 def test_a_plan_that_only_swaps_draws_nothing() -> None:
     driver = Driver(make_runner(swap_space=0.01))
     result = driver.run(swap_out=(BlockCopy(3, 0),))
@@ -240,3 +259,24 @@ def test_the_log_tells_the_pools_and_the_longest_request(caplog: pytest.LogCaptu
 def test_a_host_pool_larger_than_the_machine_fails_at_start() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         make_runner(num_gpu_blocks_override=None, kv_cache_memory=1 << 60, swap_space=0.0)
+
+
+def test_a_runner_whose_device_failed_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing pinned memory of a device that has failed ends the process, in a destructor."""
+    held: list[object] = []
+    monkeypatch.setattr("aserve.worker.runner.ctypes.pythonapi.Py_IncRef", lambda boxed: held.append(boxed.value))
+    runner = make_runner()
+    driver = Driver(runner)
+    update, _ = driver.start(0, 3, GREEDY)
+    pending = runner.launch(driver.plan((), (Chunk(0, 0, (1, 2, 3), (0,)),), (update,)))
+
+    class Failed:
+        def synchronize(self) -> None:
+            raise RuntimeError("unspecified launch failure")
+
+    pending.started = pending.done = Failed()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="launch failure"):
+        runner.wait(pending)
+    runner.close()
+    assert held == [runner]
+    assert runner.model is not None

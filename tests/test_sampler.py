@@ -13,6 +13,7 @@ from aserve.grammar import KnownMask
 from aserve.plan import Chunk, SlotMask, SlotUpdate, TokenLogprobs
 from aserve.request import SamplingParams
 from aserve.worker.sampler import Sampler
+from aserve.worker.staging import Staging
 from aserve_kernels import SamplingRows, load
 from tests.tiny_model import VOCAB, Driver, make_runner
 
@@ -38,7 +39,7 @@ def draw(sampler: Sampler, logits: Tensor, *slots: int, output_index: tuple[int,
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(load("torch"), SIZE, torch.device("cpu"))
+    return Sampler(load("torch"), SIZE, torch.device("cpu"), Staging(torch.device("cpu")))
 
 
 def test_slots_without_uncommon_options_are_plain(sampler: Sampler) -> None:

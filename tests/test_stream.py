@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from aserve.errors import InvalidRequestError, RequestFailedError
+from aserve.errors import DeadlineError, InvalidRequestError, RequestFailedError
 from aserve.request import Delta, FinishReason, Request
 from aserve.stream import Mailbox, Stream
 from tests.fakes import make_request
@@ -39,6 +39,19 @@ class Side:
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def test_a_text_that_a_deadline_cut_does_not_look_whole() -> None:
+    for reason in ("length", "deadline"):
+        side = Side()
+        side.push("one")
+        side.push(" two", reason=reason)
+        side.box.end()
+        if reason == "length":
+            assert await side.stream().text() == "one two"
+        else:
+            with pytest.raises(DeadlineError, match="whole"):
+                await side.stream().text()
 
 
 async def test_a_reader_that_keeps_up_gets_each_delta() -> None:
@@ -257,6 +270,41 @@ async def test_completions_are_whole_and_in_order() -> None:
     first, second = await side.stream().completions()
     assert (first.index, first.text, first.finish_reason) == (0, "a", "stop")
     assert (second.index, second.text, second.token_ids) == (1, "xy", (1, 2))
+
+
+async def test_a_reader_of_the_whole_is_woken_once_and_never_late() -> None:
+    paced: list[bool] = []
+    side = Side()
+    side.box = Mailbox(
+        asyncio.get_running_loop(), side.cancelled.append, limit=8, pace=lambda box: paced.append(box.behind)
+    )
+    side.box.request = side.request
+    reading = asyncio.create_task(side.stream().text())
+    await settle()
+    looks: list[int] = []
+    for number in range(300):
+        side.push(chr(97 + number % 26))
+        await settle()
+        looks.append(len(side.box._deltas))  # it took nothing
+    assert looks[0] == 1
+    assert min(looks) >= 1
+    assert max(looks) < 100  # joined on the way
+    assert paced == []
+    side.push("!", reason="stop")
+    side.box.end()
+    assert await reading == "".join(chr(97 + number % 26) for number in range(300)) + "!"
+
+
+async def test_a_cancelled_reader_of_the_whole_cancels_its_request() -> None:
+    side = Side()
+    reading = asyncio.create_task(side.stream().completions())
+    await settle()
+    with pytest.raises(RuntimeError, match="another task"):
+        await side.stream().text()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert side.cancelled == [side.request]
 
 
 async def test_text_needs_one_choice() -> None:

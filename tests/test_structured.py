@@ -67,15 +67,15 @@ async def test_what_is_left_behind_takes_up_a_place_until_it_ends(stuck: Stuck) 
 
 
 async def test_it_is_prepared_in_the_first_idle_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aserve.structured.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("aserve.structured.START_SECONDS", 0.0)
     grammars = Grammars(TOKENIZER)
     outputs = StructuredOutputs(grammars)
-    streams = ["one"]
-    outputs.build_when(lambda: not streams)
+    idle = asyncio.Event()
+    outputs.build_when(idle)
     for _ in range(5):
         await asyncio.sleep(0)
     assert not grammars.built
-    streams.clear()
+    idle.set()
     while not grammars.built:  # noqa: ASYNC110
         await asyncio.sleep(0)
     outputs.close()

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 
 from aserve import chat_template
 from aserve.errors import ConfigError, ContextLengthError, InvalidRequestError
-from aserve.tokenizer import Tokenizer, from_backend, load
+from aserve.tokenizer import Tokenizer
+from aserve.tokenizer_files import from_backend, load
 from tests.engine_util import word_tokenizer
 
 TOOL_TEMPLATE = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"

@@ -140,6 +140,7 @@ def test_paged_attention_equals_dense_attention_over_random_layouts(seed: int, d
     block_size = rng.choice([1, 4, 16])
     window = rng.choice([None, 1, 5, 16, 40])
     softcap = rng.choice([None, None, 5.0])
+    sinks = torch.randn(num_kv_heads * group).to(dtype) if seed % 3 == 0 else None
     num_decodes = rng.choice([0, 1, 5])
     chunks = rng.choice([0, 1, 3]) or (not num_decodes)
     counts = [1] * num_decodes + [rng.randint(1, 40) for _ in range(chunks)]
@@ -148,7 +149,7 @@ def test_paged_attention_equals_dense_attention_over_random_layouts(seed: int, d
     shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
     key_cache, value_cache = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     query = torch.randn(sum(counts), num_kv_heads * group, head_dim).to(dtype)
-    got = torch_ops.paged_attention(query, key_cache, value_cache, meta, 0.3, window, softcap)
+    got = torch_ops.paged_attention(query, key_cache, value_cache, meta, 0.3, window, softcap, sinks)
     token = 0
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
         flat = meta.block_tables[row].long()
@@ -160,7 +161,10 @@ def test_paged_attention_equals_dense_attention_over_random_layouts(seed: int, d
                 scores = key[low : position + 1, head // group] @ query[token, head].double() * 0.3
                 if softcap:
                     scores = torch.tanh(scores / softcap) * softcap
-                want = scores.softmax(0) @ value[low : position + 1, head // group]
+                weights = scores.softmax(0)
+                if sinks is not None:
+                    weights = torch.cat((scores, sinks[head : head + 1].double())).softmax(0)[:-1]
+                want = weights @ value[low : position + 1, head // group]
                 part = got[token, head * head_dim : (head + 1) * head_dim].double()
                 torch.testing.assert_close(part, want, atol=1e-5 if dtype == torch.float32 else 3e-2, rtol=0)
             token += 1

@@ -26,17 +26,19 @@ def add(commands: Any, add_engine_flags: AddFlags, engine_config: MakeConfig) ->
     kinds = bench.add_subparsers(metavar="KIND", required=True)
 
     latency = kinds.add_parser("latency", help="seconds for one batch, an engine in this process")
-    latency.add_argument("--batch-size", type=int, default=8, metavar="N", help="(default: %(default)s)")
-    latency.add_argument("--input-len", type=int, default=32, metavar="N", help="(default: %(default)s)")
-    latency.add_argument("--output-len", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    latency.add_argument("--n", type=int, default=1, metavar="N", help="choices of each prompt (default: %(default)s)")
-    latency.add_argument("--num-iters", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    latency.add_argument("--batch-size", type=positive, default=8, metavar="N", help="(default: %(default)s)")
+    latency.add_argument("--input-len", type=positive, default=32, metavar="N", help="(default: %(default)s)")
+    latency.add_argument("--output-len", type=positive, default=128, metavar="N", help="(default: %(default)s)")
+    latency.add_argument(
+        "--n", type=positive, default=1, metavar="N", help="choices of each prompt (default: %(default)s)"
+    )
+    latency.add_argument("--num-iters", type=positive, default=5, metavar="N", help="(default: %(default)s)")
     latency.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="(default: %(default)s)")
     latency.add_argument("--temperature", type=float, default=0.0, metavar="X", help="(default: %(default)s)")
 
     throughput = kinds.add_parser("throughput", help="requests per second of the chat workload, all at once")
-    throughput.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="(default: %(default)s)")
-    throughput.add_argument("--num-iters", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    throughput.add_argument("--num-prompts", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
+    throughput.add_argument("--num-iters", type=positive, default=1, metavar="N", help="(default: %(default)s)")
     throughput.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="(default: %(default)s)")
     throughput.add_argument("--temperature", type=float, default=1.0, metavar="X", help="(default: %(default)s)")
 
@@ -53,15 +55,29 @@ def add(commands: Any, add_engine_flags: AddFlags, engine_config: MakeConfig) ->
     serve = kinds.add_parser("serve", help="stream the chat workload from a running server")
     serve.add_argument("--url", default="http://127.0.0.1:8000", help="(default: %(default)s)")
     serve.add_argument("--model", required=True, help="the served model's name")
-    serve.add_argument("--vocab-size", type=int, required=True, metavar="N", help="prompts are random ids below it")
+    serve.add_argument(
+        "--vocab-size", type=positive, required=True, metavar="N", help="prompts are random ids below it"
+    )
     load = serve.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=int, default=64, metavar="N", help="open at once (default: %(default)s)")
+    load.add_argument(
+        "--concurrency", type=positive, default=64, metavar="N", help="open at once (default: %(default)s)"
+    )
     load.add_argument("--rate", type=float, metavar="X", help="Poisson arrivals per second, in place of --concurrency")
-    serve.add_argument("--num-prompts", type=int, default=500, metavar="N", help="(default: %(default)s)")
-    serve.add_argument("--num-processes", type=int, default=4, metavar="N", help="of clients (default: %(default)s)")
+    serve.add_argument("--num-prompts", type=positive, default=500, metavar="N", help="(default: %(default)s)")
+    serve.add_argument(
+        "--num-processes", type=positive, default=4, metavar="N", help="of clients (default: %(default)s)"
+    )
     serve.add_argument("--api-key", metavar="KEY")
     serve.add_argument("--json-out", metavar="FILE")
     serve.set_defaults(run=_serve)
+
+
+def positive(text: str) -> int:
+    """An argument that counts at least one of something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
 
 
 def _latency(args: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """The default executor: the model on a thread of its own.
 
 One daemon thread owns the runner and everything it allocates; with more than one step in flight a second thread
-waits for results, so that the first may launch ahead. Called by engine.py on the event loop; results come back with
-one loop callback per step. The loop is never blocked, and a thread that hangs is left behind, never killed.
+waits for results, so that the first may launch ahead. engine.py starts and stops it, pipeline.py submits; results come
+back to the event loop with one callback per step. The loop is never blocked, and a thread that hangs is left behind,
+never killed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 from aserve.errors import EngineDeadError
@@ -20,6 +21,7 @@ from aserve.executors import Runner, StepError
 from aserve.plan import StepPlan, StepResult, WorkerInfo
 
 _DRAIN_SECONDS = 1.0  # how long a dying worker waits for steps it launched before
+_QUIET_SECONDS = 0.25  # a burst's last results and the next one's requests need the interpreter for themselves
 _Step = tuple[StepPlan, "asyncio.Future[StepResult]"]
 _LOOK = object()  # among the plans: no step is in flight any more
 _Launched = tuple[object, "asyncio.Future[StepResult]"]
@@ -116,13 +118,16 @@ class ThreadExecutor:
                 self._post(self._finish, future, None, error)
 
     def _next(self, runner: Runner) -> _Step | None:
-        """The next plan. Until there is one, and with none in flight, the runner does what could wait."""
+        """The next plan. After a quiet moment, and until there is one, the runner does what could wait."""
         while True:
-            while self._idles and self._plans.empty() and not self._in_flight:
-                self._idles = runner.idle()
-            step = self._plans.get()
-            if step is not _LOOK:
-                return cast("_Step | None", step)
+            try:
+                step = self._plans.get(timeout=_QUIET_SECONDS if self._idles and not self._in_flight else None)
+            except Empty:
+                while self._idles and self._plans.empty() and not self._in_flight:
+                    self._idles = runner.idle()
+            else:
+                if step is not _LOOK:
+                    return cast("_Step | None", step)
 
     def _wait(self, runner: Runner) -> None:
         """On the waiting thread: gives out results in order of launch."""

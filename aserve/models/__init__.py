@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from aserve.errors import ConfigError
+
 if TYPE_CHECKING:  # files.py is imported where torch is not
     import torch
     from torch import Tensor
@@ -44,3 +46,13 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [S, V] of hidden [S, H], soft-capped where the model does so; float32 out for float32 in."""
         ...
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raises ConfigError where a model has nothing to say."""
+    if not logits.isfinite().all():
+        raise ConfigError(
+            "the model's logits are not finite: its weights hold NaN or infinity, or are too large for "
+            f"{str(logits.dtype).removeprefix('torch.')}",
+            param="model",
+        )

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files (https://github.com/huggingface/safetensors#format): where they lie, and fast reads.
+"""Tensors of safetensors files, by name, and fast reads of them.
 
 weights.py asks by name. On the host a tensor is a mapping of its part of the file, read ahead of its use; to a CUDA
 device bytes go through a ring of pinned buffers that threads fill. Knows no model, keeps no tensor.
@@ -6,38 +6,26 @@ device bytes go through a ring of pinned buffers that threads fill. Knows no mod
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
 import pickle  # nosec B403 # for its error; torch reads such files, with weights_only
-import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.models.stored import Stored, read_header
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _READ_AHEAD = 256 << 20  # bytes of a file that are on their way from the disk while a tensor is used
 _BUFFER_BYTES = 16 << 20
 _NUM_BUFFERS = 8
 _NUM_READERS = 4  # one thread copies from the page cache at about a fifth of what a PCIe 5 link takes
-
-
-class Stored(NamedTuple):
-    """A tensor in a file: its bytes are [offset, offset + num_bytes)."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
 
 
 class Checkpoint:
@@ -47,10 +35,7 @@ class Checkpoint:
         self.tensors: dict[str, Stored] = {}
         self._advised: dict[Path, int] = {}  # up to which byte a file was asked for
         for path in paths:
-            try:
-                self.tensors |= _header(path)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-                raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
+            self.tensors |= read_header(path)
 
     def view(self, name: str) -> Tensor:
         """The tensor as a mapping of its file that ends with it: pages are read when it is, and let go after.
@@ -82,18 +67,6 @@ def dtype_of(name: str, stored: Stored) -> torch.dtype:
     if stored.dtype not in _DTYPES:
         raise ConfigError(f"{name} is {stored.dtype}: quantized checkpoints are not read", param="model")
     return _DTYPES[stored.dtype]
-
-
-def _header(path: Path) -> dict[str, Stored]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    found = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            found[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
-    return found
 
 
 @dataclass(slots=True)

@@ -20,6 +20,11 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_ROPE_NUMBERS = {  # without which a kind means nothing
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 _ROPE_KINDS = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
 
 
@@ -86,9 +91,9 @@ class DecoderConfig:
 def architecture(config: Mapping[str, Any]) -> str:
     """The class that config.json names. Raises ConfigError where it names none."""
     names = config.get("architectures") or []
-    if not names:
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ConfigError("config.json names no architecture under 'architectures'", param="model")
-    return str(names[0])
+    return names[0]
 
 
 def required(config: Mapping[str, Any], key: str) -> Any:
@@ -96,6 +101,10 @@ def required(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key)
     if value is None:
         raise ConfigError(f"config.json does not state {key!r}", param="model")
+    if isinstance(value, list):
+        raise ConfigError(
+            f"config.json has a list for {key!r}, one for each layer, which has no code here", param="model"
+        )
     return value
 
 
@@ -120,6 +129,8 @@ def rope_config(config: Mapping[str, Any], head_dim: int, params: Mapping[str, A
     numbers["original_max_position_embeddings"] = original or positions
     if kind in ("yarn", "longrope") and numbers.get("factor") is None:
         numbers["factor"] = positions / numbers["original_max_position_embeddings"]
+    if missing := [key for key in _ROPE_NUMBERS.get(kind, ()) if numbers.get(key) is None]:
+        raise ConfigError(f"config.json does not state {missing[0]!r} for rotary embedding {kind!r}", param="model")
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()}
     return RopeConfig(
         theta=float(params.get("rope_theta") or config.get("rope_theta") or 10_000.0),

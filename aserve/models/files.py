@@ -7,7 +7,6 @@ that appears whole or not at all. Blocking; no torch. Every way to fail is a Con
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +14,13 @@ from typing import Any, Literal
 from aserve.config import LoadFormat
 from aserve.errors import ConfigError
 from aserve.models.cache import ConversionCache, Progress, default_cache_dir
+from aserve.models.numbers import check_numbers
+from aserve.models.stored import read_header
 
 _DEMO_NAME = "gemma-3-270m"
 _DEMO_NOTICE = "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ def resolve(
     load_format: LoadFormat = "auto",
     need_tokenizer: bool = True,
     allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> ModelFiles:
@@ -67,10 +69,13 @@ def resolve(
         files = _directory(cache.converted(path), path.stem, load_format, False)
     elif load_format == "gguf":
         raise ConfigError(f"--load-format gguf needs a .gguf file, got {model}", param="load_format")
-    elif (path := Path(model)).is_dir():
+    elif (path := Path(model)).is_file():
+        raise ConfigError(f"{model} is a file, and no .gguf: name the directory that holds a model", param="model")
+    elif path.is_dir():
         files = _directory(path, path.resolve().name, load_format, allow_pickle)
     else:
-        files = _directory(_from_hub(model, report, allow_pickle), model, load_format, allow_pickle)
+        patterns = [*_HUB_PATTERNS, *(["*.bin"] if allow_pickle else []), *(["*.py"] if trust_remote_code else [])]
+        files = _directory(_from_hub(model, report, patterns), model, load_format, allow_pickle)
     if tokenizer is not None:
         files = replace(files, tokenizer=_given_tokenizer(tokenizer))
     if files.tokenizer is None and need_tokenizer:
@@ -95,7 +100,11 @@ def _demo(cache: ConversionCache) -> Path:
 def _directory(path: Path, name: str, load_format: LoadFormat, allow_pickle: bool) -> ModelFiles:
     config = _read_json(path / "config.json")
     if config is None:
-        raise ConfigError(f"{path} has no config.json: it is not a Hugging Face model directory", param="model")
+        hint = "it is not a Hugging Face model directory"
+        if file := next(path.glob("*.gguf"), None):
+            hint = f"to serve its {file.name}, name that file"
+        raise ConfigError(f"{path} has no config.json: {hint}", param="model")
+    check_numbers(config)
     dummy = load_format == "dummy"
     weights = () if dummy else _weights(path, allow_pickle and load_format == "auto")
     pickled = any(file.suffix == ".bin" for file in weights)
@@ -117,7 +126,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} does not hold a JSON object", param="model")
@@ -170,7 +179,7 @@ def _weights(path: Path, allow_pickle: bool) -> tuple[Path, ...]:
         raise ConfigError(f"{path} has no *.safetensors weights: {hint}", param="model")
     for shard in found:
         if shard.suffix == ".safetensors":
-            _check_whole(shard)
+            read_header(shard)
     return found
 
 
@@ -179,7 +188,10 @@ def _listed(path: Path, single: str) -> tuple[Path, ...]:
     index = _read_json(path / f"{single}.index.json")
     if index is None:
         return (path / single,) if (path / single).is_file() else ()
-    found = tuple(path / name for name in sorted({str(name) for name in index.get("weight_map", {}).values()}))
+    placed = index.get("weight_map", {})
+    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        raise ConfigError(f"{path / single}.index.json does not say which file holds which tensor", param="model")
+    found = tuple(path / name for name in sorted(set(placed.values())))
     for shard in found:
         if not shard.is_file():
             raise ConfigError(
@@ -189,22 +201,7 @@ def _listed(path: Path, single: str) -> tuple[Path, ...]:
     return found
 
 
-def _check_whole(shard: Path) -> None:
-    size = shard.stat().st_size
-    try:
-        with shard.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size:
-                raise ValueError(f"its header has {length} bytes, the file {size}")
-            header = json.loads(file.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{shard} is damaged or cut short ({error}): copy it again", param="model") from error
-    if size < 8 + length + end:
-        raise ConfigError(f"{shard} is cut short: {size} of {8 + length + end} bytes: copy it again", param="model")
-
-
-def _from_hub(model: str, report: Progress, allow_pickle: bool) -> Path:
+def _from_hub(model: str, report: Progress, patterns: list[str]) -> Path:
     looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     if not looks_like_id:
         raise ConfigError(f"there is no directory {model}", param="model")
@@ -212,7 +209,6 @@ def _from_hub(model: str, report: Progress, allow_pickle: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = [*_HUB_PATTERNS, "*.bin"] if allow_pickle else _HUB_PATTERNS
         directory = snapshot_download(model, allow_patterns=patterns)  # nosec B615 # whose model, the user says
         return Path(directory)
     except Exception as error:  # a dozen types: network, HTTP, validation, gated, missing

@@ -1,6 +1,6 @@
 """Turns a GGUF model into a Hugging Face directory: config.json, model.safetensors in float32, the tokenizer.
 
-files.py calls `convert` once per file and caches the result. Tensors are dequantized exactly and streamed to disk
+cache.py calls `convert` once per file and keeps the result. Tensors are dequantized exactly and streamed to disk
 by row ranges, so memory stays at a few chunks. The mapping undoes what llama.cpp's convert_hf_to_gguf.py did.
 """
 

@@ -1,63 +1,31 @@
 """Any causal model of transformers over paged memory: its own modelling code, with our attention in place of its.
 
-loader.py takes it for architectures that have no native decoder. A model qualifies if every layer calls transformers'
-attention interface once, causally, with keys and values of one shape; a probe at load finds out, so that a model that
-does not qualify is refused before it serves. Code of a checkpoint's author is run only where the user asked for it.
+loader.py takes it for architectures that have no native decoder. A model qualifies if all that mixes tokens goes
+through transformers' attention interface: a probe at load finds out what its layers ask of attention (hf_attention.py)
+and a trial whether it computes the same as with its own (hf_trial.py), so that a model is right or is refused before
+it serves.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import inspect
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aserve.errors import ConfigError
-from aserve.models import KVCache, ModelSpec
-from aserve.models.families import architecture
+from aserve.models import KVCache, ModelSpec, check_finite
 from aserve.models.files import ModelFiles
+from aserve.models.hf_attention import PagedStep, Probe, attending, own_attention
+from aserve.models.hf_loading import first_line, load_causal, refusal
+from aserve.models.hf_trial import apart, differences
 from aserve_kernels import AttentionMeta, Kernels
-from aserve_kernels.linear import PackedLinear, packs
 
-_ATTENTION = "aserve_paged"
-
-
-@dataclass(slots=True)
-class _Probe:
-    """What the layers ask of attention: per layer the shape of keys and values, and why it cannot be served."""
-
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    num_heads: int = 0
-    refusal: str | None = None
-
-
-class _Step(NamedTuple):
-    """What the attention of the step in progress works on; a probe instead while a model is looked at."""
-
-    kernels: Kernels
-    meta: AttentionMeta | None
-    caches: list[KVCache]
-    probe: _Probe | None = None
-
-
-_step: ContextVar[_Step] = ContextVar("aserve_step")  # one per thread: engines in one process do not mix
-
-
-def supports(architecture: str) -> bool:
-    """True where transformers has a causal model of this name whose attention can be replaced."""
-    names = {name for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _listed(entry)}
-    return architecture in names and bool(
-        getattr(getattr(transformers, architecture, None), "_supports_attention_backend", False)
-    )
-
-
-def _listed(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry
+# how far logits may lie apart, relative to their size: rounding, and no more
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.2}
 
 
 class TransformersModel:
@@ -75,188 +43,126 @@ class TransformersModel:
         trust_remote_code: bool = False,
     ) -> None:
         self._kernels = kernels
-        known = supports(architecture(files.config))
-        causal = _load(files, dtype, device, dummy, seed, trust_remote_code and not known)
-        prefix = causal.base_model_prefix
-        self._base = getattr(causal, prefix)
-        setattr(causal, prefix, _Given())  # what is left of the causal model turns hidden states into logits
-        self._causal = causal
-        self.spec = self._probed(dtype, device)
+        self._causal = load_causal(
+            files, dtype=dtype, device=device, dummy=dummy, seed=seed, trust_remote_code=trust_remote_code
+        )
+        self._base = self._base_model()
+        self._own_forward = self._base.forward
+        # for the causal model, its base model gives back the hidden states it is given: what is left makes logits
+        self._base.forward = _given
+        try:
+            self.spec = self._probed(dtype, device)
+            self._try_out(device)
+        except (ConfigError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            raise self._refusal(
+                f"its code does not run over aserve's memory ({type(error).__name__}: {first_line(error)})"
+            ) from error
 
     def forward(self, token_ids: Tensor, meta: AttentionMeta, caches: list[KVCache]) -> Tensor:
         """Final hidden states [T, H]: the step's tokens go through as one sequence, which only attention could tell."""
-        return self._hidden(token_ids, meta.positions, _Step(self._kernels, meta, caches))
+        return self._hidden(token_ids, meta.positions, PagedStep(self._kernels, meta, caches))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [S, V] of hidden [S, H], scaled and capped as the model's own code does."""
         logits: Tensor = self._causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return logits
 
-    def _hidden(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
-        token = _step.set(step)
-        try:
-            output = self._base(input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
-        finally:
-            _step.reset(token)
+    def _hidden(self, token_ids: Tensor, positions: Tensor, work: PagedStep | Probe) -> Tensor:
+        with attending(work):
+            output = self._own_forward(
+                input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
-    def _probed(self, dtype: torch.dtype, device: torch.device) -> ModelSpec:
-        """The numbers the runner needs, from one token's way through the model."""
-        config, probe = self._causal.config.get_text_config(), _Probe()
-        name = type(self._causal).__name__
+    def _own_logits(self, token_ids: Tensor, **options: Any) -> Tensor:
+        """Logits [T, V] of one text as the model's authors compute them."""
+        del self._base.forward
         try:
-            place = torch.zeros(1, dtype=torch.int64, device=device)
-            with torch.inference_mode():
-                hidden = self._hidden(place, place, _Step(self._kernels, None, [], probe))
-                vocab_size = self.logits(hidden).shape[-1]
-        except Exception as error:  # whatever the model's own code raises
-            raise ConfigError(f"{name} cannot be served through transformers: {error}", param="model") from error
-        shapes = set(probe.shapes.values())
-        if probe.refusal is None and sorted(probe.shapes) != list(range(config.num_hidden_layers)):
-            probe.refusal = f"{len(probe.shapes)} of its {config.num_hidden_layers} layers attend"
-        if probe.refusal is None and len(shapes) != 1:
-            probe.refusal = f"its layers have keys of different shapes: {sorted(shapes)}"
-        if probe.refusal is None and getattr(config, "attention_chunk_size", None):
-            probe.refusal = "it attends in chunks"
+            with own_attention(self._causal):
+                logits: Tensor = self._causal(input_ids=token_ids.unsqueeze(0), use_cache=False, **options).logits[0]
+        finally:
+            self._base.forward = _given
+        return logits
+
+    def _base_model(self) -> nn.Module:
+        """The part of the causal model that turns tokens into hidden states."""
+        for name in (self._causal.base_model_prefix, "model", "transformer"):
+            if isinstance(found := getattr(self._causal, name, None), nn.Module):
+                break
+        else:
+            raise self._refusal("it has no part that gives hidden states")
+        if [name for name, _ in found.named_children()] == ["decoder"]:  # which the causal model calls by itself
+            found = found.get_submodule("decoder")
+        if "position_ids" not in inspect.signature(found.forward).parameters:
+            raise self._refusal("it counts positions itself")
+        return found
+
+    def _refusal(self, reason: str) -> ConfigError:
+        return refusal(type(self._causal).__name__, reason)
+
+    @torch.inference_mode()
+    def _probed(self, dtype: torch.dtype, device: torch.device) -> ModelSpec:
+        """The numbers the runner needs, from two tokens' way through the model."""
+        config, probe = self._causal.config.get_text_config(decoder=True), Probe()
+        place = torch.arange(2, device=device)
+        hidden = self._hidden(torch.zeros_like(place), place, probe)
         if probe.refusal is not None:
-            raise ConfigError(f"{name} cannot be served through transformers: {probe.refusal}", param="model")
-        num_kv_heads, head_dim = shapes.pop()
+            raise self._refusal(probe.refusal)
+        if len(probe.shapes) < config.num_hidden_layers:
+            raise self._refusal(f"{len(probe.shapes)} of its {config.num_hidden_layers} layers attend")
+        if getattr(config, "max_position_embeddings", None) is None:
+            raise self._refusal("its config.json states no context")
+        num_kv_heads, head_dim = probe.common()
         return ModelSpec(
             num_layers=len(probe.shapes),
             num_heads=probe.num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             hidden_size=hidden.shape[-1],
-            vocab_size=vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
+            vocab_size=self.logits(hidden).shape[-1],
+            max_position_embeddings=_context(config),
             dtype=dtype,
         )
+
+    @torch.inference_mode()
+    def _try_out(self, device: torch.device) -> None:
+        """Raises ConfigError unless two texts in one batch, in pieces, get the logits that each has of its own."""
+        positions = torch.arange(8, device=device)
+        text = (positions + 5) % self.spec.vocab_size
+        own = self._own_logits(text)
+        check_finite(own)
+        if apart(self._own_logits(text, position_ids=positions.unsqueeze(0)), own).max() > _ROUNDING[torch.float32]:
+            raise self._refusal("it does not count positions from 0 on")
+        alone, together = differences(self, self._own_logits, device)
+        if not alone <= _ROUNDING[self.spec.dtype]:
+            raise self._refusal(f"its logits differ by {alone:.1g} of their size from what its own attention gives")
+        if not together <= max(_ROUNDING[self.spec.dtype] / 10, 1.5 * alone):
+            raise self._refusal(f"in a batch its logits differ by {together:.1g} of their size from what it says alone")
+
+
+def _context(config: Any) -> int:
+    """Positions that one and the same model serves."""
+    context = int(config.max_position_embeddings)
+    if chunk := getattr(config, "attention_chunk_size", None):
+        context = min(context, chunk)  # within a chunk, attention is plain
+    stated = getattr(config, "rope_parameters", None) or {}
+    for rope in (stated, *(section for section in stated.values() if isinstance(section, dict))):
+        if rope.get("rope_type") == "longrope":  # beyond, it turns the whole batch, not the long text, by other angles
+            context = min(context, rope.get("original_max_position_embeddings") or context)
+    return context
 
 
 @dataclass
 class _Output(MoeModelOutputWithPast):  # type: ignore[misc]
-    """Every field that some causal model looks for in its base model's output."""
+    """A base model's output: None for whatever a causal model looks for beside the hidden states."""
 
-    cross_attentions: Any = None
-
-
-class _Given(nn.Module):
-    """Stands where the base model was: gives back the hidden states it is given."""
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **options: Any) -> Any:
-        return _Output(last_hidden_state=inputs_embeds)
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
-def _load(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, dummy: bool, seed: int, trust_remote_code: bool
-) -> Any:
-    """transformers' model, for inference, on the device."""
-    try:
-        if dummy:
-            config = transformers.AutoConfig.from_pretrained(  # nosec B615 # a directory
-                files.directory, trust_remote_code=trust_remote_code
-            )
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-                torch.manual_seed(seed)
-                causal = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=trust_remote_code
-                )
-        else:
-            causal = transformers.AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory
-                files.directory,
-                dtype=dtype,
-                attn_implementation=_ATTENTION,
-                use_safetensors=files.load_format != "pickle",
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"transformers cannot load {files.directory}: {reason}", param="model") from error
-    causal = causal.to(device).eval().requires_grad_(False)
-    _pack_linears(causal)
-    return causal
-
-
-class _Packed(nn.Module):
-    """A linear layer whose weight is laid out for the processor."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self._linear = PackedLinear(linear.weight, linear.bias)
-
-    @property
-    def weight(self) -> Tensor:
-        """The plain weight, unpacked for modelling code that looks at it."""
-        packed = self._linear.packed
-        assert packed is not None
-        plain: Tensor = packed.to_dense()
-        return plain
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._linear(x)
-
-
-def _pack_linears(module: nn.Module) -> None:
-    """Packs each linear layer in place, one after the other, so that no two copies of the weights are in memory."""
-    for name, child in module.named_children():
-        if type(child) is nn.Linear and packs(child.weight):
-            setattr(module, name, _Packed(child))
-        else:
-            _pack_linears(child)
-
-
-def _paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, T, D], key and value [1, Hk, T, D] -> [1, T, Hq, D]."""
-    step = _step.get()
-    index: int = module.layer_idx  # type: ignore[assignment]
-    if step.meta is None:
-        assert step.probe is not None
-        step.probe.num_heads = query.shape[1]
-        step.probe.refusal = step.probe.refusal or _refusal(module, key, value, attention_mask, options)
-        if index in step.probe.shapes:
-            step.probe.refusal = f"layer {index} attends twice"
-        step.probe.shapes[index] = (key.shape[1], key.shape[3])
-        return torch.zeros_like(query).transpose(1, 2), None
-    for cache, new in zip(step.caches[index], (key, value), strict=True):
-        cache.view(-1, new.shape[1], new.shape[3]).index_copy_(0, step.meta.slot_mapping, new[0].transpose(0, 1))
-    out = step.kernels.paged_attention(
-        query[0].transpose(0, 1).contiguous(),
-        *step.caches[index],
-        step.meta,
-        scaling if scaling is not None else query.shape[3] ** -0.5,
-        options.get("sliding_window"),
-        options.get("softcap"),
-    )
-    return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
-
-
-def _refusal(
-    module: nn.Module, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-) -> str | None:
-    """Why a layer's attention is none that paged_attention computes."""
-    if key.shape != value.shape:
-        return f"its keys have {key.shape[3]} features and its values {value.shape[3]}"
-    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-        return "its attention is not causal"
-    if attention_mask is not None:
-        return "it adds a mask of its own"
-    if options.get("s_aux") is not None:
-        return "it has attention sinks"
-    config = getattr(module, "config", None)
-    if "sliding_window" not in options and getattr(config, "sliding_window", None):
-        return "it applies its sliding window by a mask"
-    return None
-
-
-transformers.AttentionInterface.register(_ATTENTION, _paged_attention)
+def _given(*_: Any, inputs_embeds: Tensor, **options: Any) -> Any:
+    return _Output(last_hidden_state=inputs_embeds)

@@ -6,18 +6,39 @@ nothing of files. Raises ConfigError before anything is allocated where the mode
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from aserve.config import ModelImpl
 from aserve.errors import ConfigError
 from aserve.models import Model
 from aserve.models.decoder import Decoder
-from aserve.models.families import FAMILIES, architecture
+from aserve.models.families import FAMILIES, DecoderConfig, architecture
 from aserve.models.files import ModelFiles
 from aserve.models.gpt import GPT
 from aserve.models.gpt_families import GPT_FAMILIES
 from aserve.models.weights import CheckpointWeights, DummyWeights, Weights
 from aserve_kernels import Kernels
+
+_MODEL_TYPES = {  # the type that goes with an architecture's name
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "OPTForCausalLM": "opt",
+    "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 
 
 def load_model(
@@ -53,6 +74,12 @@ def load_model(
             seed=seed,
             trust_remote_code=trust_remote_code,
         )
+    name = architecture(files.config)
+    try:
+        family = FAMILIES[name](files.config) if name in FAMILIES else GPT_FAMILIES[name](files.config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"config.json has no {name}'s numbers ({reason})", param="model") from error
     weights: Weights
     if dummy:
         weights = DummyWeights(device=device, dtype=dtype, seed=seed)
@@ -60,12 +87,11 @@ def load_model(
         pickled = files.load_format == "pickle"
         weights = CheckpointWeights(files.weights, device=device, dtype=dtype, pickled=pickled)
     model: Model
-    name = architecture(files.config)
     try:
-        if name in FAMILIES:
-            model = Decoder(FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
+        if isinstance(family, DecoderConfig):
+            model = Decoder(family, weights, kernels, max_positions=max_positions)
         else:
-            model = GPT(GPT_FAMILIES[name](files.config), weights, kernels, max_positions=max_positions)
+            model = GPT(family, weights, kernels, max_positions=max_positions)
         weights.finish()
     finally:
         weights.close()
@@ -86,14 +112,16 @@ def _is_native(files: ModelFiles, model_impl: ModelImpl, trust_remote_code: bool
             param="model",
         )
     name = architecture(files.config)
-    if model_impl != "transformers" and (name in FAMILIES or name in GPT_FAMILIES):
+    if model_impl != "transformers" and _has_decoder(files.config):
         return True
     known = f"native: {', '.join(native_architectures())}"
     if model_impl == "native":
         raise ConfigError(f"{files.directory} is a {name}, which has no decoder here; {known}", param="model")
-    from aserve.models import hf  # imports all of transformers' models
+    from aserve.models.hf_loading import class_of  # imports all of transformers' models
 
-    if not hf.supports(name) and "auto_map" in files.config:
+    if class_of(files.config) is not None:
+        return False
+    if "auto_map" in files.config:
         if trust_remote_code:
             return False
         raise ConfigError(
@@ -101,9 +129,16 @@ def _is_native(files: ModelFiles, model_impl: ModelImpl, trust_remote_code: bool
             "--trust-remote-code",
             param="trust_remote_code",
         )
-    if not hf.supports(name):
-        raise ConfigError(
-            f"{files.directory} is a {name}, which neither aserve nor its attention in transformers can run; {known}",
-            param="model",
-        )
-    return False
+    raise ConfigError(
+        f"{files.directory} is a {name}, which neither aserve nor its attention in transformers can run; {known}",
+        param="model",
+    )
+
+
+def _has_decoder(config: Mapping[str, Any]) -> bool:
+    """True where the architecture has a decoder here, and means the same by it: some models use Llama's class in
+    transformers with numbers of other names."""
+    name = architecture(config)
+    if name not in FAMILIES and name not in GPT_FAMILIES:
+        return False
+    return bool(config.get("model_type", _MODEL_TYPES[name]) == _MODEL_TYPES[name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -108,12 +108,7 @@ class CheckpointWeights:
     def finish(self) -> None:
         if self._copier is not None:
             self._copier.flush()
-        left = sorted(name for name in self._unused if not name.endswith(_DERIVED) and not name.startswith(_VISION))
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise ConfigError(
-                f"the checkpoint holds {left[0]}{more}, which its config.json has no place for", param="model"
-            )
+        check_complete(unused=self._unused)
 
     def close(self) -> None:
         if self._copier is not None:
@@ -144,7 +139,7 @@ class CheckpointWeights:
         except RuntimeError:  # a shape that cannot be arranged so is no shape we asked for
             view = stored.new_empty(0)
         if tuple(view.shape) != shape:
-            raise _wrong_shape(name, tuple(stored.shape), shape)
+            raise wrong_shape(name, tuple(stored.shape), shape)
         return view
 
     def _found(self, name: str, shape: tuple[int, ...] | None = None) -> str:
@@ -154,11 +149,23 @@ class CheckpointWeights:
         names = (name, bare, f"{_TEXT[0]}{name}", f"{_TEXT[1]}{bare}")
         found = next((each for each in names if each in tensors), "")
         if not found:
-            raise ConfigError(f"the checkpoint lacks {name}, which its config.json asks for", param="model")
+            check_complete(missing=[name])
         self._unused.discard(found)
         if shape is not None and tensors[found].shape != shape:
-            raise _wrong_shape(name, tensors[found].shape, shape)
+            raise wrong_shape(name, tensors[found].shape, shape)
         return found
+
+
+def check_complete(*, missing: Iterable[str] = (), unused: Iterable[str] = ()) -> None:
+    """Raises ConfigError where a checkpoint lacks tensors, or holds some that no one asked for."""
+    unused = (name for name in unused if not name.endswith(_DERIVED) and not name.startswith(_VISION))
+    for names, wrong in (
+        (sorted(missing), "the checkpoint lacks {}, which its config.json asks for"),
+        (sorted(unused), "the checkpoint holds {}, which its config.json has no place for"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(wrong.format(f"{names[0]}{more}"), param="model")
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -169,7 +176,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(mmap.mmap(-1, size, _PRIVATE), dtype=dtype).view(shape)
 
 
-def _wrong_shape(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ConfigError:
+def wrong_shape(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ConfigError:
     return ConfigError(f"{name} has shape {stored} in the checkpoint and {shape} by its config.json", param="model")
 
 

@@ -194,7 +194,7 @@ class Simulator:
             prompt = (FIRST_ID + 2 * prefix + 1,) * traced.prefix_tokens + prompt
         load = self.scheduler.load(traced.tenant, traced.priority)
         max_tokens = admit(prompt, params, self._limits, load, patience=traced.first_token_deadline)
-        after = traced.arrival
+        arrival = traced.arrival
         request = Request(
             id=number,
             key="",
@@ -202,10 +202,10 @@ class Simulator:
             params=params,
             seed=number,
             max_tokens=max_tokens,
-            arrival=after,
+            arrival=arrival,
             end_token_ids=(END,),
-            deadline=None if traced.deadline is None else after + traced.deadline,
-            first_token_deadline=None if traced.first_token_deadline is None else after + traced.first_token_deadline,
+            deadline=None if traced.deadline is None else arrival + traced.deadline,
+            first_token_deadline=None if traced.first_token_deadline is None else arrival + traced.first_token_deadline,
             priority=traced.priority,
             tenant=traced.tenant,
         )

@@ -56,7 +56,7 @@ class StepGraphs:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        max_tokens: int = buckets.MAX_TOKENS,
+        max_tokens: int,
     ) -> None:
         self._model = model
         self._kernels = kernels
@@ -64,7 +64,7 @@ class StepGraphs:
         self._state = state
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
-        self._max_tokens = max_tokens
+        self._max_tokens = buckets.forward_shape(0, 0, max_tokens).num_tokens
         self._slots = SlotTensors(**{name: getattr(state, name) for name in SlotTensors.__slots__})
         self._captured: dict[Shape, Captured] = {}
         self._ahead: deque[Shape] = deque()  # what `idle` will capture
@@ -77,7 +77,7 @@ class StepGraphs:
         self._words = self._zeros(self._base + _HEADER + sum(largest.sizes) + _MAX_UPDATES)
         self._rows = torch.arange(max_draws, device=state.device)
         self._hidden = torch.zeros(
-            (max_tokens, model.spec.hidden_size), dtype=model.spec.dtype, device=state.device
+            (self._max_tokens, model.spec.hidden_size), dtype=model.spec.dtype, device=state.device
         )  # of the last forward pass
         self._uploaded: tuple[tuple[int, ...], DecodeShape] | None = None  # what the decode words hold
         self._grown = False  # they hold new blocks too
@@ -110,6 +110,8 @@ class StepGraphs:
                 except torch.OutOfMemoryError:
                     _log.warning("no memory is left for graphs ahead of need")
                     self._ahead.clear()
+                if not self._ahead:
+                    _log.info("captured %d shapes of steps", len(self._captured))
                 return True
         return False
 
@@ -200,7 +202,10 @@ class StepGraphs:
         return found
 
     def _replay(self, shape: Shape) -> Tensor:
-        """Runs a shape over the words; the first time as it is, then it is captured for the next."""
+        """Runs a shape over the words; the first time as it is, then it is captured for the next. A large one is always
+        run as it is: padded all the same, since lengths of all kinds would each compile kernels."""
+        if isinstance(shape, ForwardShape) and shape.num_tokens > buckets.MAX_TOKENS:
+            return self._work(shape)()
         captured = self._captured.get(shape)
         if captured is None:
             work = self._work(shape)
@@ -328,5 +333,4 @@ class StepGraphs:
         return torch.zeros(count, dtype=torch.int64, device=self._state.device)
 
     def _upload(self, words: Tensor, packed: np.ndarray) -> None:
-        host = torch.from_numpy(packed)
-        words[: len(packed)].copy_(host.pin_memory() if words.is_cuda else host, non_blocking=True)
+        words[: len(packed)].copy_(self._state.staging.pinned(packed), non_blocking=True)

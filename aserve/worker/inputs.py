@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from aserve.plan import StepPlan
+from aserve.worker.staging import Staging
 from aserve_kernels import AttentionMeta, SamplingRows
 
 _INT_FIELDS = ("prompt_len", "seed", "choice", "top_k")
@@ -71,12 +72,14 @@ class SlotState:
         vocab_size: int,
         scratch_block: int,
         device: torch.device,
+        staging: Staging,
     ) -> None:
         num_slots = max_num_seqs + 1
         self.padding_slot = max_num_seqs
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.device = device
+        self.staging = staging
         self.max_blocks = max_blocks
 
         def ints(fill: int = 0) -> Tensor:
@@ -117,7 +120,7 @@ class SlotState:
         slots, blocks = ([pack.add(column) for column in columns] for columns in self.updates_of(plan))
         if not pack.size:
             return None
-        device = pack.upload(self.device)
+        device = self._upload(pack)
         if plan.slots:
             self._write_slots(device, slots)
         if plan.blocks:
@@ -178,7 +181,7 @@ class SlotState:
         rows, ends = self.host_draws(plan)
         pack = _Pack()
         parts = [pack.add(array) for array in (np.array(draws, dtype=np.int64), rows, ends)]
-        device = pack.upload(self.device)
+        device = self._upload(pack)
         slots, at, limits = (device[part] for part in parts)
         return Draws(slots, at, limits, (ends - self.host_prompt_len[list(draws)]).tolist())
 
@@ -265,6 +268,9 @@ class SlotState:
         places = [np.array(at, dtype=np.int64), np.array(values, dtype=np.int64)]
         return [*ints.T, *bits.T], places
 
+    def _upload(self, pack: _Pack) -> Tensor:
+        return self.staging.pinned(np.concatenate(pack.arrays)).to(self.device, non_blocking=True)
+
     def _write_slots(self, device: Tensor, parts: list[slice]) -> None:
         slots = device[parts[0]]
         for name, part in zip(_INT_FIELDS, parts[1:], strict=False):
@@ -323,9 +329,3 @@ class _Pack:
         self.arrays.append(array)
         self.size += len(array)
         return slice(start, self.size)
-
-    def upload(self, device: torch.device) -> Tensor:
-        host = torch.from_numpy(np.concatenate(self.arrays))
-        if device.type == "cuda":
-            return host.pin_memory().to(device, non_blocking=True)
-        return host

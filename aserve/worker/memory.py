@@ -16,8 +16,9 @@ import torch
 
 from aserve.config import EngineConfig
 from aserve.errors import ConfigError
-from aserve.models import ModelSpec
+from aserve.models import Model, ModelSpec
 from aserve.worker.kv_cache import block_bytes
+from aserve_kernels import AttentionMeta
 
 logger = logging.getLogger("aserve.worker")
 GIB = 1 << 30
@@ -141,12 +142,49 @@ def stage(doing: str, options: str) -> Iterator[None]:
     """Turns running out of memory within into a ConfigError that names what was done and the `options` to change."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        # torch's host allocator and the CUDA driver have no type of their own for it
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not _OUT_OF_MEMORY.search(reason):
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
             raise
+        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"out of memory while {doing} ({reason}): {options}", param="memory") from error
+
+
+def run_largest_step(model: Model, limits: Limits, config: EngineConfig, device: torch.device) -> None:
+    """The largest step there can be, over a throwaway pool, so that the peak of memory is known."""
+    spec, block_size = model.spec, config.block_size
+    count = limits.max_num_batched_tokens
+    longest = min(count, config.max_model_len or spec.max_position_embeddings)
+    ends = [*range(longest, count, longest), count]
+    starts = torch.tensor([0, *ends], dtype=torch.int32)
+    lens = starts.diff()
+    positions = torch.cat([torch.arange(int(n)) for n in lens])
+    width = -(-longest // block_size)
+    rows = torch.repeat_interleave(torch.arange(len(ends)), lens)
+    tables = torch.arange(len(ends) * width, dtype=torch.int32).view(-1, width)
+    meta = AttentionMeta(
+        num_decodes=0,
+        positions=positions.to(device),
+        slot_mapping=(rows * width * block_size + positions).to(device),
+        query_starts=starts.to(device),
+        seq_lens=lens.to(device),
+        block_tables=tables.to(device),
+        max_query_len=longest,
+        max_seq_len=longest,
+    )
+    shape = (tables.numel() + 1, block_size, spec.num_kv_heads, spec.head_dim)
+    pair = [torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2)]
+    caches = [(pair[0], pair[1])] * spec.num_layers
+    hidden = model.forward(torch.zeros_like(meta.positions), meta, caches)
+    logits = model.logits(hidden[: limits.max_num_seqs]).float()
+    logits.softmax(dim=-1)
+    torch.cuda.synchronize(device)
+
+
+def ran_out(error: Exception) -> bool:
+    """True where memory was short. torch's host allocator and the CUDA driver have no type of their own for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def cuda_available_bytes(config: EngineConfig, device: torch.device) -> int:

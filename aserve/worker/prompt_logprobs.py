@@ -43,6 +43,7 @@ class PromptLogprobs:
     def __init__(self, model: Model, sampler: Sampler) -> None:
         self._model = model
         self._extras = sampler.extras
+        self._staging = sampler.staging
         self._last_hidden: dict[int, Tensor] = {}
 
     def start(self, slots: Iterable[int]) -> None:
@@ -77,5 +78,7 @@ class PromptLogprobs:
             targets = torch.tensor(tokens[low : low + _TILE], dtype=torch.int64, device=rows.device)
             count = len(targets)
             raw = self._model.logits(rows[low : low + count]).float().log_softmax(dim=-1)
-            tiles.append(top_logprobs(raw, targets, list(range(low, low + count)), [width] * count).to_host())
+            tiles.append(
+                top_logprobs(raw, targets, list(range(low, low + count)), [width] * count).to_host(self._staging)
+            )
         return PromptPart(index, tokens, tiles)

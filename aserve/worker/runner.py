@@ -6,12 +6,14 @@ step's draws reach the host in one copy that `wait` waits for, so that the next 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +27,13 @@ from aserve.models import Model
 from aserve.models.files import ModelFiles
 from aserve.plan import StepPlan, StepResult, StepTimings, WorkerInfo
 from aserve.worker import memory
+from aserve.worker.first_token import check_first_token
 from aserve.worker.inputs import SlotState
 from aserve.worker.kv_cache import KVPools, block_bytes
 from aserve.worker.prompt_logprobs import PromptLogprobs, PromptPart
 from aserve.worker.sampler import DrawnLogprobs, Sampler
-from aserve_kernels import AttentionMeta, Kernels
+from aserve.worker.staging import Staging
+from aserve_kernels import Kernels
 
 if TYPE_CHECKING:
     from aserve.worker.graphs import StepGraphs
@@ -48,6 +52,7 @@ class Pending:
     timings: StepTimings
     started: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
+    staged: list[Tensor] = field(default_factory=list)  # buffers of its copies
 
 
 class ModelRunner:
@@ -61,6 +66,7 @@ class ModelRunner:
         self._load_model = load_model
         self._bad: deque[tuple[int, int]] = deque()  # (slot, length) whose KV may hold non-finite values
         self._last_done: torch.cuda.Event | None = None  # of the step waited for last
+        self._lost = False  # the device has failed
 
     # executors.Runner
 
@@ -82,6 +88,8 @@ class ModelRunner:
             self.model = self._make_model()
         spec = self.model.spec
         sizes = self._make_pools()
+        check_first_token(self.model, self.pools, self.device)
+        self.staging = Staging(self.device)
         self.state = SlotState(
             max_num_seqs=self.limits.max_num_seqs,
             max_blocks=-(-sizes.max_model_len // config.block_size),
@@ -89,8 +97,9 @@ class ModelRunner:
             vocab_size=spec.vocab_size,
             scratch_block=self.pools.scratch_block,
             device=self.device,
+            staging=self.staging,
         )
-        self.sampler = Sampler(self.kernels, spec.vocab_size, self.device)
+        self.sampler = Sampler(self.kernels, spec.vocab_size, self.device, self.staging)
         self.prompt_logprobs = PromptLogprobs(self.model, self.sampler)
         with memory.stage("making the graphs", "lower --gpu-memory-utilization, or give --enforce-eager"):
             self.graphs = self._make_graphs(sizes.max_model_len) if cuda and not config.enforce_eager else None
@@ -126,18 +135,20 @@ class ModelRunner:
             raise
         except Exception as error:
             self.state.reset()
-            memory = isinstance(error, torch.cuda.OutOfMemoryError)
-            if memory:
+            short = memory.ran_out(error)
+            if self.device.type == "cuda":
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._lost = True  # a CUDA fault poisons the context: the worker cannot go on
+                    raise
                 torch.cuda.empty_cache()
-            elif self.device.type == "cuda":
-                raise  # a CUDA fault poisons the context: the worker cannot go on
-            raise StepError(f"step {plan.number} failed: {error}", memory=memory) from error
+            raise StepError(f"step {plan.number} failed: {error}", memory=short) from error
 
     def wait(self, handle: object) -> StepResult:
         """The step's draws, once they are on the host. Waiting releases the GIL."""
         assert isinstance(handle, Pending)
         if handle.done is not None:
-            self._wait_for(handle)
+            with self._fatal():
+                self._wait_for(handle)
         plan = handle.plan
         tokens: list[int] = []
         bad: tuple[int, ...] = ()
@@ -147,7 +158,7 @@ class ModelRunner:
             if 0 in finite:
                 bad = tuple(i for i, flag in enumerate(finite) if not flag)
                 self._bad.extend((draws[i], int(self.state.host_position[draws[i]])) for i in bad)
-        return StepResult(
+        result = StepResult(
             number=plan.number,
             tokens=tokens,
             bad=bad,
@@ -155,6 +166,8 @@ class ModelRunner:
             prompt_logprobs={part.chunk: part.read() for part in handle.prompt},
             timings=handle.timings,
         )
+        self.staging.give_back(handle.staged)
+        return result
 
     def _wait_for(self, handle: Pending) -> None:
         """Until the device is done with the step; on the waiting thread."""
@@ -172,11 +185,22 @@ class ModelRunner:
         """Captures a graph that will be needed; False where there is none to capture."""
         if self.graphs is None:
             return False
-        with torch.inference_mode():
-            busy = self.graphs.idle()
-        if busy:
-            torch.cuda.synchronize(self.device)  # a request that comes now waits for this one alone
+        with self._fatal():
+            with torch.inference_mode():
+                busy = self.graphs.idle()
+            if busy:
+                torch.cuda.synchronize(self.device)  # a request that comes now waits for this one alone
+                self.staging.give_back(self.staging.hand_over())
         return busy
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """What fails within has failed on the device."""
+        try:
+            yield
+        except Exception:
+            self._lost = True
+            raise
 
     def _make_model(self) -> Model:
         make = self._load_model
@@ -206,7 +230,7 @@ class ModelRunner:
             available = config.kv_cache_memory or memory.GIB
         else:
             with memory.stage("measuring a step", "lower --max-num-batched-tokens or --max-num-seqs"):
-                self._profile()
+                memory.run_largest_step(self.model, self.limits, config, self.device)
             available = memory.cuda_available_bytes(config, self.device)
         sizes = memory.size_pools(config, spec, available=available)
         each = block_bytes(spec, config.block_size)
@@ -224,8 +248,12 @@ class ModelRunner:
         return sizes
 
     def close(self) -> None:
-        """Frees the model and the pools."""
-        for name in ("graphs", "model", "pools", "state", "sampler", "prompt_logprobs"):
+        """Frees the model and the pools; nothing where the device has failed, whose memory cannot be freed: torch would
+        end the process."""
+        if self._lost:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+            return
+        for name in ("graphs", "model", "pools", "state", "sampler", "prompt_logprobs", "staging"):
             self.__dict__.pop(name, None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -249,13 +277,14 @@ class ModelRunner:
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(plan) else None
         if graphs is not None and graphs.draws(plan) and self._is_plain(plan):
             drawn = graphs.run(plan, timings)
-            pending.drawn = None if drawn is None else _to_host(drawn)
+            pending.drawn = None if drawn is None else self.staging.to_host(drawn)
         elif plan.num_tokens:
             self._compute(plan, graphs, pending)
         else:
             self.state.update(plan)
         if plan.num_tokens:
             self.state.advance_host(plan)
+        pending.staged = self.staging.hand_over()
         pending.done = self._record_event()
         timings.launch = timings.compute = time.perf_counter() - timings.began - timings.inputs
         return pending
@@ -287,7 +316,8 @@ class ModelRunner:
             tokens, logprobs = self.sampler.draw(logits, rows, draws, where.output_index, plan.masks)
         drawn = torch.stack((tokens, _finite(hidden, logits, tokens)))
         self.state.advance(where, tokens)
-        pending.drawn, pending.logprobs = _to_host(drawn), logprobs and logprobs.to_host()
+        pending.drawn = self.staging.to_host(drawn)
+        pending.logprobs = logprobs and logprobs.to_host(self.staging)
 
     def _is_plain(self, plan: StepPlan) -> bool:
         """True where no draw or prompt of the step needs more than what is captured."""
@@ -307,6 +337,7 @@ class ModelRunner:
             self.state,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=max_model_len,
+            max_tokens=self.limits.max_num_batched_tokens,
         )
         if self.device.type == "cuda":
             graphs.warm()
@@ -331,36 +362,6 @@ class ModelRunner:
         event.record()
         return event
 
-    def _profile(self) -> None:
-        """The largest step there can be, over a throwaway pool, so that the peak of memory is known."""
-        spec, block_size = self.model.spec, self.config.block_size
-        count = self.limits.max_num_batched_tokens
-        longest = min(count, self.config.max_model_len or spec.max_position_embeddings)
-        ends = [*range(longest, count, longest), count]
-        starts = torch.tensor([0, *ends], dtype=torch.int32)
-        lens = starts.diff()
-        positions = torch.cat([torch.arange(int(n)) for n in lens])
-        width = -(-longest // block_size)
-        rows = torch.repeat_interleave(torch.arange(len(ends)), lens)
-        tables = torch.arange(len(ends) * width, dtype=torch.int32).view(-1, width)
-        meta = AttentionMeta(
-            num_decodes=0,
-            positions=positions.to(self.device),
-            slot_mapping=(rows * width * block_size + positions).to(self.device),
-            query_starts=starts.to(self.device),
-            seq_lens=lens.to(self.device),
-            block_tables=tables.to(self.device),
-            max_query_len=longest,
-            max_seq_len=longest,
-        )
-        shape = (tables.numel() + 1, block_size, spec.num_kv_heads, spec.head_dim)
-        pair = [torch.zeros(shape, dtype=spec.dtype, device=self.device) for _ in range(2)]
-        caches = [(pair[0], pair[1])] * spec.num_layers
-        hidden = self.model.forward(torch.zeros_like(meta.positions), meta, caches)
-        logits = self.model.logits(hidden[: self.limits.max_num_seqs]).float()
-        logits.softmax(dim=-1)
-        torch.cuda.synchronize(self.device)
-
 
 def _kernels(config: EngineConfig, device: torch.device) -> Kernels:
     """The backend asked for; `auto` on CUDA is flash-attn where it is installed and the card is a Hopper."""
@@ -383,11 +384,3 @@ def _finite(hidden: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
     chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     total = hidden.sum(dim=-1, dtype=torch.float32)
     return (total.isfinite() & (chosen < float("inf"))).long()
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """An asynchronous copy into pinned memory; valid once the step's event has passed. The tensor itself on CPU."""
-    if tensor.device.type != "cuda":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aserve.executors import StepError
 from aserve.plan import SlotMask, SlotUpdate, TokenLogprobs
+from aserve.worker.staging import Staging
 from aserve_kernels import Kernels, SamplingRows
 
 NEG_INF = float("-inf")
@@ -43,14 +44,9 @@ class DrawnLogprobs:
     top_values: Tensor  # float32 [R, K]
     top_ids: Tensor  # int64 [R, K]
 
-    def to_host(self) -> DrawnLogprobs:
-        """Asynchronous copies in pinned memory on CUDA, itself on CPU."""
-        if self.chosen.device.type != "cuda":
-            return self
-        parts = []
-        for part in (self.chosen, self.top_values, self.top_ids):
-            host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-            parts.append(host.copy_(part, non_blocking=True))
+    def to_host(self, staging: Staging) -> DrawnLogprobs:
+        """On their way to the host."""
+        parts = (staging.to_host(part) for part in (self.chosen, self.top_values, self.top_ids))
         return DrawnLogprobs(self.draws, self.widths, *parts)
 
     def read(self, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
@@ -103,7 +99,8 @@ class TokenCounts:
 class Sampler:
     """Draws a step's tokens. `update` before each step with the plan's slot updates."""
 
-    def __init__(self, kernels: Kernels, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, kernels: Kernels, vocab_size: int, device: torch.device, staging: Staging) -> None:
+        self.staging = staging
         self.extras: dict[int, Extras] = {}
         self.counts = TokenCounts(vocab_size, device)
         self._kernels = kernels
@@ -233,7 +230,7 @@ class Sampler:
             for row, each in zip(rows, torch.from_numpy(barred), strict=True):
                 logits[row].masked_fill_(each, NEG_INF)
             return logits
-        packed = torch.from_numpy(bits).pin_memory().to(self._device, non_blocking=True)  # an eighth of the bytes
+        packed = self.staging.pinned(bits).to(self._device, non_blocking=True)  # an eighth of the bytes
         shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
         allowed = (packed.unsqueeze(2) >> shifts).bitwise_and_(1).view(len(masks), -1)[:, : self._vocab_size]
         index = self._ids(rows)

@@ -115,10 +115,18 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(out_ptr, gate_up_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(
+    out_ptr,
+    gate_up_ptr,
+    size,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     gate_ptr = gate_up_ptr + row * 2 * size + column
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -135,8 +143,16 @@ def gated_mlp(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
         block = 512 if num_rows < 64 else 1024  # more programs where rows are few
-        _gated_kernel[(triton.cdiv(size, block), num_rows)](
-            out, gate_up, size, ACTIVATION=activation, BLOCK=block, num_warps=4, **overlapped(out.device)
+        blocks = triton.cdiv(size, block)
+        _gated_kernel[(num_rows * blocks,)](  # a grid's other axes end at 65,535, and experts have more rows
+            out,
+            gate_up,
+            size,
+            ACTIVATION=activation,
+            BLOCK=block,
+            BLOCKS=blocks,
+            num_warps=4,
+            **overlapped(out.device),
         )
     return out
 

@@ -34,8 +34,9 @@ def _rotary_kv_write_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    groups: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // groups).to(tl.int64)
+    head = tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, BLOCK_D)
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
@@ -108,7 +109,7 @@ def rotary_kv_write_(
         return query
     heads = 2 if num_tokens * total_heads <= 4096 else 8
     block_d = triton.next_power_of_2(head_dim)
-    _rotary_kv_write_kernel[(triton.cdiv(total_heads, heads), num_tokens)](
+    _rotary_kv_write_kernel[(num_tokens * triton.cdiv(total_heads, heads),)](  # a grid's other axes end at 65,535
         query,
         key_cache,
         value_cache,

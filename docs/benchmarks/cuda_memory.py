@@ -24,8 +24,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aserve import Engine, SamplingParams
 
 LARGEST_ERROR = 0.03
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0}
@@ -89,11 +96,91 @@ def weight_bytes(config: dict[str, Any], max_positions: int) -> int:
     return total
 
 
-async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Loads the model and keeps it full for the asked minutes."""
+@dataclass
+class Clients:
+    """Requests without a pause, and what came of them."""
+
+    engine: Engine
+    preempt: bool
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    num_done: int = 0
+    num_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    async def keep_full(self, seconds: float) -> None:
+        """A quarter more clients than may run at once, for so long and until their last requests have ended."""
+        end = time.monotonic() + seconds
+        changing = asyncio.create_task(self._change_preemption()) if self.preempt else None
+        await asyncio.gather(*(self._client(end) for _ in range(self.engine.info.max_num_seqs * 5 // 4)))
+        if changing is not None:
+            changing.cancel()
+
+    async def _client(self, end: float) -> None:
+        from aserve import AserveError
+
+        while time.monotonic() < end:
+            prompt, params = self._request()
+            try:
+                async with self.engine.generate(prompt, params) as stream:
+                    (completion,) = await stream.completions()
+                if len(completion.token_ids) != params.max_tokens:
+                    self.errors["wrong length"] += 1
+                self.num_done += 1
+                self.num_tokens += len(completion.token_ids)
+            except AserveError as error:
+                self.errors[f"{type(error).__name__}: {error}"[:200]] += 1
+
+    def _request(self) -> tuple[list[int], SamplingParams]:
+        from aserve import SamplingParams
+
+        draw, info = self.draw, self.engine.info
+        longest = min(info.max_num_batched_tokens, info.max_model_len - 300)
+        length = longest if draw.random() < 0.05 else draw.randint(16, 1024)
+        prompt = [draw.randrange(10, info.vocab_size) for _ in range(length)]
+        params = SamplingParams(
+            temperature=draw.choice([0.0, 1.0]),
+            top_p=draw.choice([1.0, 0.9]),
+            max_tokens=draw.randint(256, 1024) if self.preempt else 256,
+            ignore_eos=True,
+        )
+        return prompt, params
+
+    async def _change_preemption(self) -> None:
+        while True:
+            for mode in ("swap", "recompute"):
+                self.engine._scheduler.costs.mode = mode  # type: ignore[assignment]
+                await asyncio.sleep(10)
+
+
+@contextmanager
+def most_in_use() -> Iterator[list[int]]:
+    """Bytes in use on the card, the most of each minute, as they come."""
     import torch
 
-    from aserve import AserveError, Engine
+    minutes: list[int] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        began = time.monotonic()
+        while not stop.wait(0.02):
+            free, total = torch.cuda.mem_get_info()
+            minute = int(time.monotonic() - began) // 60
+            minutes.extend([0] * (minute + 1 - len(minutes)))
+            minutes[minute] = max(minutes[minute], total - free)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield minutes
+    finally:
+        stop.set()
+        watcher.join()
+
+
+def note_weights() -> dict[str, int]:
+    """Has the next runner note under "weights" what the allocator holds for its model."""
+    import torch
+
     from aserve.models import Model
     from aserve.worker.runner import ModelRunner
 
@@ -107,6 +194,16 @@ async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) 
         return model
 
     ModelRunner._make_model = measured  # type: ignore[method-assign]
+    return held
+
+
+async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Loads the model and keeps it full for the asked minutes."""
+    import torch
+
+    from aserve import Engine
+
+    held = note_weights()
     _, card = torch.cuda.mem_get_info()
     engine = Engine(
         model=directory,
@@ -116,63 +213,12 @@ async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) 
         enable_prefix_caching=False,
         gpu_memory_utilization=args.utilization,
     )
-    errors, done, tokens, stop = {}, 0, 0, threading.Event()
-    minutes: list[int] = []  # the most in use in each
-
-    def watch() -> None:
-        began = time.monotonic()
-        while not stop.wait(0.02):
-            free, total = torch.cuda.mem_get_info()
-            minute = int(time.monotonic() - began) // 60
-            minutes.extend([0] * (minute + 1 - len(minutes)))
-            minutes[minute] = max(minutes[minute], total - free)
-
-    async def alternate() -> None:
-        while True:
-            for mode in ("swap", "recompute"):
-                engine._scheduler.costs.mode = mode  # type: ignore[assignment]
-                await asyncio.sleep(10)
-
     async with engine:
-        free, _ = torch.cuda.mem_get_info()
-        after_start = card - free
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        end = time.monotonic() + 60 * args.minutes
-        draw = random.Random(0)
-        longest = min(engine.info.max_num_batched_tokens, engine.info.max_model_len - 300)
-
-        async def client() -> None:
-            nonlocal done, tokens
-            from aserve import SamplingParams
-
-            while time.monotonic() < end:
-                length = longest if draw.random() < 0.05 else draw.randint(16, 1024)
-                prompt = [draw.randrange(10, engine.info.vocab_size) for _ in range(length)]
-                params = SamplingParams(
-                    temperature=draw.choice([0.0, 1.0]),
-                    top_p=draw.choice([1.0, 0.9]),
-                    max_tokens=draw.randint(256, 2048) if args.preempt else 256,
-                    ignore_eos=True,
-                )
-                try:
-                    async with engine.generate(prompt, params) as stream:
-                        (completion,) = await stream.completions()
-                    if len(completion.token_ids) != params.max_tokens:
-                        errors["wrong length"] = errors.get("wrong length", 0) + 1
-                    done += 1
-                    tokens += len(completion.token_ids)
-                except AserveError as error:
-                    reason = f"{type(error).__name__}: {error}"[:200]
-                    errors[reason] = errors.get(reason, 0) + 1
-
-        alternating = asyncio.create_task(alternate()) if args.preempt else None
-        await asyncio.gather(*(client() for _ in range(engine.info.max_num_seqs * 5 // 4)))
-        if alternating is not None:
-            alternating.cancel()
+        after_start = card - torch.cuda.mem_get_info()[0]
+        clients = Clients(engine, args.preempt)
+        with most_in_use() as minutes:
+            await clients.keep_full(60 * args.minutes)
         preemptions = {" ".join(kind): count for kind, count in engine.stats().preemptions.items()}
-        stop.set()
-        watcher.join()
         info = engine.info
     planned, weights = int(card * args.utilization), weight_bytes(config, config["max_position_embeddings"])
     return {
@@ -185,10 +231,10 @@ async def run(directory: str, config: dict[str, Any], args: argparse.Namespace) 
         "num_cpu_blocks": info.num_cpu_blocks,
         "max_model_len": info.max_model_len,
         "startup_seconds": round(info.startup_seconds, 1),
-        "requests": done,
-        "output_tokens": tokens,
+        "requests": clients.num_done,
+        "output_tokens": clients.num_tokens,
         "preemptions": preemptions,
-        "failed": errors,
+        "failed": clients.errors,
     }
 
 

@@ -22,7 +22,7 @@ from aserve.policy import load_policy
 from aserve.request import Request, Sequence
 from aserve.scheduler import Scheduler
 from aserve.stream import Mailbox
-from aserve.tokenizer import from_backend
+from aserve.tokenizer_files import from_backend
 
 INFO = WorkerInfo(65536, 0, 16, 4096, 256, 1, "none", "float32", max_num_seqs=256, max_num_batched_tokens=8192)
 

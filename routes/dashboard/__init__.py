@@ -17,7 +17,7 @@ from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from aserve import Engine, __version__
+from aserve import Engine, EngineStats, __version__
 
 PING_SECONDS = 15
 _PAGE = (files(__name__) / "index.html").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ class Dashboard:
             yield {
                 "id": str(number),
                 "data": json.dumps(
-                    self._snapshot()
+                    self._snapshot(now)
                     | {
                         "tokens_per_second": round((now.num_output_tokens - before.num_output_tokens) / seconds, 1),
                         "steps_per_second": round((now.num_steps - before.num_steps) / seconds, 1),
@@ -62,8 +62,8 @@ class Dashboard:
             before, began = now, clock
             await anyio.sleep(self._interval)
 
-    def _snapshot(self) -> dict[str, Any]:
-        stats, metrics = self._engine.stats(), self._engine.metrics
+    def _snapshot(self, stats: EngineStats) -> dict[str, Any]:
+        metrics = self._engine.metrics
         return {
             "model": self._engine.name,
             "version": __version__,

@@ -9,7 +9,7 @@ import pytest
 
 from aserve import Engine, EngineConfig, SamplingParams, Tokenizer
 from aserve.executors.thread import ThreadExecutor
-from aserve.tokenizer import load
+from aserve.tokenizer_files import load
 from tests.serving import BOS, VOCAB_SIZE, EchoRunner, write_tokenizer
 
 pytestmark = pytest.mark.anyio

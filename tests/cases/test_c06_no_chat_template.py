@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aserve.tokenizer import load
+from aserve.tokenizer_files import load
 from tests.asgi import post
 from tests.serving import application, write_tokenizer
 

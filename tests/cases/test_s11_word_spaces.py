@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from aserve import Engine, EngineConfig, Tokenizer
 from aserve.executors.thread import ThreadExecutor
-from aserve.tokenizer import load
+from aserve.tokenizer_files import load
 from routes.app import create_app
 from tests.asgi import post
 from tests.serving import EchoRunner, joined

@@ -194,6 +194,11 @@ async def long_chat(world: World) -> None:
     await world.request("/v1/responses", {"input": said, "max_output_tokens": 4})
 
 
+async def clean(world: World) -> None:
+    """Its bad words are encoded on a thread."""
+    await world.request("/v1/completions", BODY | {"bad_words": [f"{n} {'word' * 50}" for n in range(8)]})
+
+
 async def too_large(world: World) -> None:
     app = create_app(world.engine, max_body_bytes=5)
     await world.request("/v1/completions", BODY, app=app)
@@ -243,6 +248,8 @@ async def refused(world: World) -> None:
     with contextlib.suppress(InvalidRequestError):
         await engine.generate(prompt).ready()
     with contextlib.suppress(InvalidRequestError):
+        await engine.generate(prompt).completions()
+    with contextlib.suppress(InvalidRequestError):
         await engine.generate_text(prompt)
     with contextlib.suppress(InvalidRequestError):
         await engine.submit_chat([{"role": "user", "content": prompt}])
@@ -269,6 +276,7 @@ HTTP: list[Scenario] = [
     crowded,
     long,
     long_chat,
+    clean,
     too_large,
     pinged,
     keyed,

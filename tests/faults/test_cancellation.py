@@ -80,7 +80,7 @@ async def interrupted(scenario: Scenario, depth: int, at: int | None, act: Calla
         assert await neighbour == "abc" * 20
         await until_idle(world.engine)
         await settle()
-        assert asyncio.all_tasks() == mine
+        assert asyncio.all_tasks() <= mine  # the wait for an idle moment may be over
         world.engine._scheduler.check_invariants()
         assert world.engine._scheduler.num_unfinished == world.engine.stats().num_blocks_used == 0
         assert not world.engine._pipeline._outputs  # type: ignore[union-attr]
@@ -141,7 +141,8 @@ NEVER = {  # they end without giving the loop its turn, or have no request to do
     "StructuredOutputs.constraints: async with asyncio.timeout(self._seconds):",
     "RequestLog.__call__: await self.app(scope, receive, send)",
     "ApiKeys.__call__: await self.app(scope, receive, send)",
-    "StructuredOutputs._build_when: await asyncio.sleep(IDLE_SECONDS)",
+    "StructuredOutputs._build_when: await asyncio.sleep(START_SECONDS)",
+    "StructuredOutputs._build_when: await idle.wait()",
     "StructuredOutputs._build_when: await self.build()",
 }
 

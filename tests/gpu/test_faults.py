@@ -111,7 +111,7 @@ async def poisoned() -> None:
                 try:
                     await stream.completions()
                 except EngineDeadError as error:
-                    print("dead:", str(error).splitlines()[0], flush=True)
+                    print("ended by", str(error).splitlines()[0], flush=True)
             try:
                 await engine.submit(PROMPTS[0], PARAMS)
             except EngineDeadError:
@@ -123,5 +123,5 @@ async def poisoned() -> None:
 def test_an_illegal_access_ends_the_engine_within_seconds() -> None:
     code = "import anyio; from tests.gpu.test_faults import poisoned; anyio.run(poisoned)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout.count("dead:") == len(PROMPTS), done.stderr
-    assert "refused" in done.stdout
+    assert done.stdout.count("ended by") == len(PROMPTS), done.stdout + done.stderr[:2000]
+    assert "refused" in done.stdout, done.stdout + done.stderr[:2000]

@@ -131,6 +131,26 @@ def test_gated_mlp_equals_its_twin(triton_ops, torch_ops, dtype, activation):
     assert_near(triton_ops.gated_mlp(x, activation), torch_ops.gated_mlp(x.float(), activation), dtype)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="as many programs as the interpreter runs in an hour")
+def test_more_rows_than_a_grid_axis_holds(triton_ops, torch_ops):
+    """65,535 is the most of any axis but the first; a step of 8,192 tokens has 65,536 rows for eight experts each."""
+    rows = 70_000
+    x = randn(rows, 2 * 8, dtype=torch.bfloat16)
+    assert_near(triton_ops.gated_mlp(x, "silu"), torch_ops.gated_mlp(x.float(), "silu"), torch.bfloat16)
+    weight = randn(16, dtype=torch.bfloat16)
+    found = triton_ops.rms_norm(x, weight, 1e-5)
+    assert_near(found, torch_ops.rms_norm(x.float(), weight.float(), 1e-5), torch.bfloat16)
+    qkv = randn(rows, 3 * 16)
+    at = torch.arange(rows, device=DEVICE)
+    cos_sin = torch.rand(rows, 16, device=DEVICE)
+    found_pools, wanted_pools = pools(rows // 16, 16, 1, 16, torch.float32), pools(rows // 16, 16, 1, 16, torch.float32)
+    found = triton_ops.rotary_kv_write_(qkv, at, at, cos_sin, *found_pools, 1, 1, 16, None, None, 1e-6)
+    wanted = torch_ops.rotary_kv_write_(qkv, at, at, cos_sin, *wanted_pools, 1, 1, 16, None, None, 1e-6)
+    assert_near(found, wanted, torch.float32)
+    for pool, twin in zip(found_pools, wanted_pools, strict=True):
+        assert_near(pool[: rows // 16], twin[: rows // 16], torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(4, 2, 64, 64), (5, 5, 80, 32), (8, 1, 256, 256)])
 @pytest.mark.parametrize("norm", [False, True])
@@ -168,14 +188,19 @@ ROWS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 64), (6, 2, 80), (3, 3, 128)])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 20.0)])
-def test_paged_attention_equals_its_twin(triton_ops, torch_ops, dtype, rows, heads, kv_heads, dim, window, softcap):
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, False), (40, None, False), (None, 20.0, False), (40, None, True)]
+)
+def test_paged_attention_equals_its_twin(
+    triton_ops, torch_ops, dtype, rows, heads, kv_heads, dim, window, softcap, sinks
+):
     meta = make_meta(*rows, 16, max_seq_len=2048)
     query = randn(sum(rows[0]), heads, dim, dtype=dtype)
     key, value = pools(-(-2048 // 16), 16, kv_heads, dim, dtype)
+    options = (dim**-0.5, window, softcap, randn(heads, dtype=dtype) if sinks else None)
     for _ in range(2):  # the second launch finds the arrival counters as the first left them
-        found = triton_ops.paged_attention(query, key, value, meta, dim**-0.5, window, softcap)
-    wanted = torch_ops.paged_attention(query.float(), key.float(), value.float(), meta, dim**-0.5, window, softcap)
+        found = triton_ops.paged_attention(query, key, value, meta, *options)
+    wanted = torch_ops.paged_attention(query.float(), key.float(), value.float(), meta, *options)
     assert_near(found, wanted, dtype)
 
 
