@@ -18,10 +18,8 @@ from aserve.request import Phase, Request, Sequence
 from aserve.seat import Draft, Seat, SharedPrefix
 
 LOOKUP_STRIDE = 64  # blocks hashed ahead of the cache lookup: a cold long prompt costs one stride
-# Blocks per running sequence that admissions leave free: at least, to start with, at most. More costs throughput, less
-# has the newest sequences leave and come back several times each (docs/simulator.md has the numbers).
-LEAST_HEADROOM, FIRST_HEADROOM, MOST_HEADROOM = 0.5, 1.0, 2.0
-HEADROOM_RISE, HEADROOM_DECAY = 0.1, 0.02  # per preemption, per admission
+MAX_HEADROOM = 4.0  # blocks per running sequence that admissions leave free at most
+HEADROOM_RISE, HEADROOM_DECAY = 0.5, 0.02  # per preemption, per admission
 
 
 Entry = Literal["in", "no slots", "no blocks", "later"]  # later: another computes the next block of its prefix
@@ -44,7 +42,7 @@ class Residency:
         self._batch = batch
         self._costs = costs
         self._chains: dict[Sequence, HashChain] = {}
-        self._headroom = FIRST_HEADROOM
+        self._headroom = 1.0
         self._dropped: dict[Request, tuple[int, int]] = {}  # cached blocks others held, and its own, when preempted
         self.swapped: dict[Request, dict[Sequence, BlockTable]] = {}
         self.parked: dict[Request, dict[Sequence, BlockTable]] = {}  # in either pool, without slots
@@ -85,13 +83,13 @@ class Residency:
 
     @property
     def _num_spare(self) -> int:
-        """Blocks an admission leaves free, so that those that run may grow: more of them while preemptions show that
-        they outgrow it (as SGLang's new-token ratio learns)."""
+        """Blocks an admission leaves free, so that those that run may grow: one per running sequence, and more while
+        preemptions show that they outgrow it (as SGLang's new-token ratio learns)."""
         return int(self._headroom * len(self._batch.seats))
 
     def widen(self) -> None:
         """Memory ran out: more is kept spare."""
-        self._headroom = min(MOST_HEADROOM, self._headroom + HEADROOM_RISE)
+        self._headroom = min(MAX_HEADROOM, self._headroom + HEADROOM_RISE)
 
     def _places(self, request: Request, placed: list[Sequence], num_shared: int) -> list[_Place] | None:
         """Where each sequence's KV would come from. None while another computes the leader's next block."""
@@ -189,7 +187,7 @@ class Residency:
         for seat in (*seats, *forks):
             seat.sequence.move(Phase.RUNNING)
             draft.hand_over(seat)
-        self._headroom += HEADROOM_DECAY * (LEAST_HEADROOM - self._headroom)
+        self._headroom += HEADROOM_DECAY * (1.0 - self._headroom)
         self._batch.add(request, [*seats, *forks])
         self._batch.prefilling.update(dict.fromkeys(seats))
 

@@ -154,7 +154,7 @@ def test_an_overload_costs_no_more_than_the_smaller_batch_whatever_pool_and_poli
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("num_blocks", "share"), [(9000, 0.95), (5000, 0.0)])
+@pytest.mark.parametrize(("num_blocks", "share"), [(8300, 0.95), (5000, 0.0)])
 def test_an_overload_of_a_large_machine_loses_little_to_preemption(num_blocks: int, share: float) -> None:
     check_overload(dataclasses.replace(H200, num_gpu_blocks=num_blocks), "fair", share)
 

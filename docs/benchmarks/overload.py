@@ -3,8 +3,8 @@
     python docs/benchmarks/overload.py [PRESET ...] [--seconds 300] [--policy fair] [--seed 0]
 
 The chat workload in the simulator, so every run prints the same. "All slots" is the throughput with a pool that never
-runs out; "bound" what no scheduler can exceed in the work that was done, swaps for nothing (aserve/simulation/bound.py);
-"oracle" knows all lengths and preempts nobody.
+runs out; "bound" what no scheduler can exceed in the work that was done, swaps for nothing; "oracle" knows all lengths
+and preempts nobody (aserve/simulation/bound.py).
 """
 
 from __future__ import annotations
@@ -47,22 +47,21 @@ def measure(machine: Machine, seconds: float, policy: str, seed: int) -> None:
     capacity = serve(large, burst, seconds, policy).outcomes["finished"] / seconds
     trace = chats(3 * capacity, seconds, seed)
     best = serve(large, trace, seconds, policy)
-    print(
-        f"{capacity:.2f} requests/s and {best.throughput:.0f} tokens/s with {best.most_blocks} blocks; {len(trace)} come"
-    )
+    print(f"{capacity:.2f} requests/s, {best.throughput:.0f} tokens/s, {best.most_blocks} blocks; {len(trace)} come")
     print(
         "share  blocks  tokens/s  of all slots  bound  oracle  of bound  of oracle  preemptions per request  of those"
     )
     for share in SHARES:
         pool = dataclasses.replace(machine, num_gpu_blocks=round(share * best.most_blocks))
         report = serve(pool, trace, seconds, policy)
-        bound = report.throughput * report.seconds / least_seconds(pool, report.served)
+        found = report.throughput
+        bound = found * report.seconds / least_seconds(pool, report.served)
         oracle = Oracle(pool).run(trace, until=seconds)
         count = report.num_preemptions["memory"] + report.num_preemptions["fairness"]
         print(
-            f"{share:5.2f} {pool.num_gpu_blocks:7} {report.throughput:9.1f} {report.throughput / best.throughput:13.3f} "
-            f"{bound / best.throughput:6.3f} {oracle / best.throughput:7.3f} {report.throughput / bound:9.3f} "
-            f"{report.throughput / oracle:10.3f} {count / len(report.served):24.2f} "
+            f"{share:5.2f} {pool.num_gpu_blocks:7} {found:9.1f} {found / best.throughput:13.3f} "
+            f"{bound / best.throughput:6.3f} {oracle / best.throughput:7.3f} {found / bound:9.3f} "
+            f"{found / oracle:10.3f} {count / len(report.served):24.2f} "
             f"{count / max(1, report.num_preempted_sequences):9.2f}",
             flush=True,
         )
