@@ -35,14 +35,13 @@ REFUSED: dict[str, str] = {
     "code of its own": """
         big_bird bloom cpmant falcon git gpt_neo gpt_neox_japanese megatron-bert mpt mvp openai-gpt prophetnet reformer
         rembert roformer rwkv trocr xglm xlm xlnet""",
-    "counts positions itself": "bart blenderbot blenderbot-small marian mbart pegasus plbart",
+    "counts positions itself": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart",
     "states no context": "whisper",
     "logits differ|count positions": """
         camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""",
     "mask": "doge moshi",
     "counts itself": "llama4 llama4_text",
     "layers attend": "mllama xlstm",
-    "is not causal": "bigbird_pegasus",
     "does not run": "blt",
 }
 UNMADE = {  # transformers makes no small one of these here

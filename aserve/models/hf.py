@@ -96,8 +96,8 @@ class TransformersModel:
             raise self._refusal("it has no part that gives hidden states")
         if [name for name, _ in found.named_children()] == ["decoder"]:  # which the causal model calls by itself
             found = found.get_submodule("decoder")
-        if "position_ids" not in inspect.signature(found.forward).parameters:
-            raise self._refusal("it counts positions itself")
+            if "position_ids" not in inspect.signature(found.forward).parameters:
+                raise self._refusal("it counts positions itself")
         return found
 
     def _refusal(self, reason: str) -> ConfigError:
