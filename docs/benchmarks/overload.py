@@ -26,7 +26,7 @@ EVERYTHING = 10**6  # blocks
 
 
 def chats(rate: float, seconds: float, seed: int) -> list[TraceRequest]:
-    """The chat workload, at random times, of four tenants; rate 0: all at once, as many as a second asks for."""
+    """The chat workload, at random times, of four tenants."""
     draw = random.Random(seed)  # nosec B311 # no secret
     now, trace = 0.0, []
     for prompt, output in lengths(round(rate * seconds), seed):
@@ -43,8 +43,9 @@ def serve(machine: Machine, trace: Sequence[TraceRequest], seconds: float, polic
 def measure(machine: Machine, seconds: float, policy: str, seed: int) -> None:
     """Prints the table of one machine."""
     large = dataclasses.replace(machine, num_gpu_blocks=EVERYTHING)
-    burst = [request._replace(arrival=0.0) for request in chats(50.0 * machine.max_num_seqs / seconds, seconds, seed)]
-    capacity = serve(large, burst, seconds, policy).outcomes["finished"] / seconds
+    burst = [request._replace(arrival=0.0) for request in chats(100.0 * machine.max_num_seqs / seconds, seconds, seed)]
+    full = serve(large, burst, seconds, policy)  # to its end, or as long as the load will last
+    capacity = full.outcomes["finished"] / full.seconds
     trace = chats(3 * capacity, seconds, seed)
     best = serve(large, trace, seconds, policy)
     print(f"{capacity:.2f} requests/s, {best.throughput:.0f} tokens/s, {best.most_blocks} blocks; {len(trace)} come")
