@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from aserve import bench
-from aserve.config import EngineConfig
+from aserve.config import EngineConfig, flag
 from aserve.errors import AserveError, ConfigError
 from aserve.simulation.command import add_simulate
 
@@ -98,7 +98,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(EngineConfig):
         if field.name == "model":
             continue
-        flag = f"--{field.name.replace('_', '-')}"
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
         kind = _value_type(hints[field.name])
         if kind is bool:
@@ -107,7 +106,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             options["choices"] = typing.get_args(kind)
         else:
             options.update(type=kind, metavar=_METAVARS.get(field.name) or {int: "N", float: "X", str: "NAME"}[kind])
-        group.add_argument(flag, **options)
+        group.add_argument(flag(field.name), **options)
 
 
 def _value_type(hint: Any) -> Any:

@@ -6,7 +6,7 @@ Option names are vLLM's where one exists. The CLI builds an EngineConfig from fl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from aserve.errors import ConfigError
 from aserve.request import MAX_CHOICES
@@ -17,14 +17,6 @@ ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 Device = Literal["auto", "cpu", "cuda"]
 Preemption = Literal["auto", "swap", "recompute"]
-_CHOICES: dict[str, Any] = {
-    "device": Device,
-    "dtype": Dtype,
-    "load_format": LoadFormat,
-    "model_impl": ModelImpl,
-    "preemption": Preemption,
-    "attention_backend": AttentionBackend,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +60,10 @@ class EngineConfig:
     step_timeout: float = 300.0  # seconds; a step that takes longer marks the engine dead
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value, known = getattr(self, name), get_args(choices)
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"{_flag(name)} must be one of {', '.join(known)}, got {value!r}", param=name)
+                raise ConfigError(f"{flag(name)} must be one of {', '.join(known)}, got {value!r}", param=name)
         for name, low in (
             ("max_model_len", 1),
             ("max_num_seqs", 1),
@@ -85,7 +77,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value is not None and value < low:
-                raise ConfigError(f"{_flag(name)} must be at least {low}, got {value}", param=name)
+                raise ConfigError(f"{flag(name)} must be at least {low}, got {value}", param=name)
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, got {self.block_size}", param="block_size")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -101,5 +93,10 @@ class EngineConfig:
             raise ConfigError(f"--step-timeout must be above 0 seconds, got {self.step_timeout}", param="step_timeout")
 
 
-def _flag(name: str) -> str:
+# of the fields that are one of a few words
+_CHOICES = {name: get_args(hint) for name, hint in get_type_hints(EngineConfig).items() if get_origin(hint) is Literal}
+
+
+def flag(name: str) -> str:
+    """An option as the command line spells it."""
     return f"--{name.replace('_', '-')}"

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from aserve.config import Preemption
+from aserve.config import Preemption, flag
 from aserve.errors import ConfigError
 from aserve.simulation.machine import PRESETS, Machine
 from aserve.simulation.report import QUANTILES, Report, quantile
@@ -73,8 +73,10 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     for field in dataclasses.fields(Machine):
         kind: type[int] | type[float] = int if field.type == "int" else float
-        flag, metavar = f"--{field.name.replace('_', '-')}", "N" if kind is int else "X"
-        group.add_argument(flag, dest=field.name, type=kind, metavar=metavar, help=_MACHINE_HELP[field.name])
+        metavar = "N" if kind is int else "X"
+        group.add_argument(
+            flag(field.name), dest=field.name, type=kind, metavar=metavar, help=_MACHINE_HELP[field.name]
+        )
     parser.set_defaults(run=run)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aserve.config import flag
 from aserve.errors import ConfigError
 
 
@@ -43,10 +44,10 @@ class Machine:
             "depth",
         ):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", param=name)
+                raise ConfigError(f"{flag(name)} must be at least 1", param=name)
         for name in ("fixed", "per_token", "per_context", "per_pair", "block_bytes", "num_cpu_blocks"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more", param=name)
+                raise ConfigError(f"{flag(name)} must be 0 or more", param=name)
         if self.copy_rate <= 0 or self.fixed + self.per_token <= 0:
             raise ConfigError("a step must take time and --copy-rate must be above 0", param="copy_rate")
 
