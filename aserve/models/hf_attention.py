@@ -50,6 +50,17 @@ class KVShape(NamedTuple):
     head_dim: int
 
 
+class Call(NamedTuple):
+    """One call of attention as a layer makes it: query [1, Hq, T, D], key and value [1, Hk, T, D]."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Probe:
     """What a forward pass asks of attention: call by call the shapes, and why it cannot be served."""
@@ -64,34 +75,21 @@ class Probe:
             math.lcm(*(shape.num_heads for shape in self.shapes)), max(shape.head_dim for shape in self.shapes)
         )
 
-    def see(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def see(self, call: Call) -> Tensor:
         """Notes a call; gives an output of the shape it expects."""
-        self.refusal = self.refusal or _refusal(module, query, key, value, attention_mask, options)
+        self.refusal = self.refusal or _refusal(call)
+        _, query, key, value, _, _ = call
         self.shapes.append(KVShape(key.shape[1], max(key.shape[3], value.shape[3])))
         self.num_heads = max(self.num_heads, query.shape[1])
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-def _refusal(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    options: dict[str, Any],
-) -> str | None:
+def _refusal(call: Call) -> str | None:
     """Why a call is none that paged attention computes."""
+    module, query, key, value, mask, options = call
     if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
         return "its attention is not causal"
-    if attention_mask is not None:
+    if mask is not None:
         return "it adds a mask of its own"
     if query.shape[0] != 1 or key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2]:
         return f"it attends from {tuple(query.shape)} to {tuple(key.shape)} in a way of its own"
@@ -168,7 +166,7 @@ def _paged_attention(
     if work is None:
         raise RuntimeError("its attention runs outside of its base model")
     if isinstance(work, Probe):
-        return work.see(module, query, key, value, attention_mask, options), None
+        return work.see(Call(module, query, key, value, attention_mask, options)), None
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     return work.attend(query, key, value, float(scale), options), None
 
