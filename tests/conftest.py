@@ -28,6 +28,12 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(params=[1, 2])
+def depth(request: pytest.FixtureRequest) -> int:
+    """How many steps an engine has in flight."""
+    return int(request.param)
+
+
 @pytest.fixture(autouse=True)
 def no_blocking_calls() -> Iterator[BlockBuster]:
     """Raises BlockingError where code run by an event loop sleeps, reads files or sockets, or waits for a lock."""

@@ -31,11 +31,6 @@ from tests.engine_util import (
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=[1, 2])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 # output
 
 

@@ -36,11 +36,6 @@ def no_thread_stays() -> Iterator[None]:
     assert aserve_threads() == []
 
 
-@pytest.fixture(params=[1, 2])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 async def test_fifty_starts_and_stops_leave_no_thread_task_file_engine_or_memory(depth: int) -> None:
     tasks = asyncio.all_tasks()
     engines: list[weakref.ref[Engine]] = []

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from aserve.config import ModelImpl
 from aserve.errors import ConfigError
 from aserve.models import Model
-from aserve.models.loader import load_model, native_architectures
+from aserve.models.loader import _MODEL_TYPES, load_model, native_architectures
 from aserve_kernels import load
 from tests.models_util import GEMMA, SHAPE, PagedMemory, load_saved, make_reference, randomize, resolved
 
@@ -44,6 +44,10 @@ def some_logits(model: Model) -> torch.Tensor:
 def load_dummy(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
     files = resolved(directory, load_format="dummy")
     return load_model(files, dtype=dtype, device="cpu", kernels=load("torch"), seed=seed)
+
+
+def test_every_native_architecture_has_the_type_that_goes_with_it() -> None:
+    assert sorted(_MODEL_TYPES) == sorted(native_architectures())
 
 
 def test_a_sharded_checkpoint_gives_the_same_model_as_one_file(tmp_path: Path) -> None:
